@@ -1,4 +1,4 @@
-"""Fixtures for tests with the engines of clusters, which are skipped where an engine is not installed."""
+"""Fixtures for tests with cluster engines; tests are skipped if their engine is not installed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import slurm
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[slurm.Cluster]:
-    """A Slurm cluster of two nodes, for all tests."""
+    """A Slurm cluster of two nodes, shared by all tests."""
     if reason := slurm.missing():
         pytest.skip(reason)
-    # Not pytest's folder, whose path is long: the socket in it has a path of at most 107 bytes.
+    # pytest's folder has a long path, but socket paths are limited to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
         started = slurm.Cluster(Path(folder))
         try:
@@ -28,14 +28,14 @@ def cluster() -> Iterator[slurm.Cluster]:
 
 @pytest.fixture(scope="session")
 def mpirun() -> None:
-    """Open MPI's mpirun is there."""
+    """Require Open MPI's mpirun."""
     if shutil.which("mpirun") is None:
         pytest.skip("Open MPI is not installed (mpirun not found): make test-engines")
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The last line of training.py when nothing disturbs it, and no engine starts it."""
+    """The last line printed by training.py in an undisturbed run without an engine."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "go").touch()
     done = slurm.run("paceline", "run", "--nproc", "2", str(Path(__file__).with_name("training.py")), folder=folder)

@@ -1,6 +1,6 @@
-"""A Slurm cluster for tests: slurmctld and two slurmd on this machine, in a folder of their own.
+"""A Slurm cluster for tests: slurmctld and two slurmd on this machine, in a separate folder.
 
-Its munge has a key and a socket of its own, so nothing of the machine's own Slurm or munge is touched.
+Its munge has a separate key and socket, so an installed Slurm or munge is not touched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DONE = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED",
 
 
 def missing() -> str:
-    """Return why there can be no cluster here; empty if there can."""
+    """Return why a cluster cannot run here; empty if it can."""
     absent = [program for program in PROGRAMS if shutil.which(program, path=search_path()) is None]
     if absent:
         return f"Slurm is not installed ({', '.join(absent)} not found): make test-engines"
@@ -32,19 +32,19 @@ def missing() -> str:
 
 
 def search_path() -> str:
-    """Return the search path of jobs, on which `paceline` and `python` are this interpreter's."""
+    """Return the search path of jobs, which finds `paceline` and `python` of this interpreter."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of engines: this one, without what a launcher or an engine above pytest has set."""
+    """Return this environment for engines, without variables set by a launcher or engine above pytest."""
     left_out = ("OMP_", "PET_", "SLURM_", "OMPI_", "PMI", "COLUMNS", "MASTER_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return clean | {"PATH": search_path(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def run(*command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of an engine to its end."""
+    """Run a program of an engine to completion."""
     everything = environment() | variables
     return subprocess.run(
         command, cwd=folder, env=everything, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
@@ -52,7 +52,7 @@ def run(*command: str, folder: Path, **variables: str) -> subprocess.CompletedPr
 
 
 class Cluster:
-    """Two nodes with eight processors each, as Slurm is told."""
+    """Two nodes, configured with eight processors each."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Cluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start the daemons; returns when both nodes are idle."""
+        """Start the daemons; return when both nodes are idle."""
         (self.folder / "state").mkdir()
         host = socket.gethostname().partition(".")[0]
         values = {"DIR": str(self.folder), "HOST": host}
@@ -72,7 +72,7 @@ class Cluster:
         key, munge = self.folder / "munge.key", self.folder / "munge.socket"
         subprocess.run(["mungekey", "--create", f"--keyfile={key}"], check=True, env=environment())
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")]
-        # --force: the folder is no one's but root's, as are all who ask.
+        # --force: only root can write to the folder, and only root uses the socket.
         self._daemon("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge}", *files)
         self._wait_until(munge.exists, "no socket of munge")
         self._daemon("slurmctld", "-D", "-f", str(self.configuration))
@@ -96,12 +96,12 @@ class Cluster:
         until(holds_yet, lambda: f"{otherwise}\n{self.logs()}")
 
     def logs(self) -> str:
-        """Return the ends of the daemons' logs."""
+        """Return the tails of the daemon logs."""
         files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
         return "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in files)
 
     def stop(self) -> None:
-        """Cancel what still runs, and end the daemons."""
+        """Cancel the running jobs, and end the daemons."""
         if self._daemons and self._daemons[-1].poll() is None:
             with suppress(AssertionError, subprocess.TimeoutExpired):
                 self.cancel_all()
@@ -114,20 +114,20 @@ class Cluster:
                 daemon.kill()
 
     def cancel_all(self) -> None:
-        """Cancel all jobs; returns when the nodes are idle again."""
+        """Cancel all jobs; return when the nodes are idle again."""
         jobs = self.call("squeue", "-h", "-o", "%i").split()
         if jobs:
             self.call("scancel", *jobs)
         self._wait_until(lambda: not self.call("squeue", "-h", "-o", "%i"), "jobs do not end")
 
     def call(self, *command: str, folder: Path | None = None, **variables: str) -> str:
-        """Run one of Slurm's programs, which has to succeed; what it prints."""
+        """Run a Slurm program, which must succeed, and return its output."""
         done = self.run(*command, folder=folder, **variables)
         assert done.returncode == 0, f"{command}: {done.stderr}\n{self.logs()}"
         return done.stdout
 
     def run(self, *command: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's programs to its end."""
+        """Run a Slurm program to completion."""
         return run(*command, folder=folder or self.folder, SLURM_CONF=str(self.configuration), **variables)
 
     def submit(self, folder: Path, *arguments: str) -> Job:
@@ -137,14 +137,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """A batch job, or a task of an array; its number as Slurm writes it."""
+    """A batch job or an array task, with its number as written by Slurm."""
 
     cluster: Cluster
     number: str
     folder: Path
 
     def field(self, name: str) -> str:
-        """Return a field of what Slurm knows of the job."""
+        """Return a field of the job in Slurm's database."""
         [value] = re.findall(rf"\b{name}=(\S*)", self.cluster.call("scontrol", "show", "job", "-o", self.number))
         return str(value)
 
@@ -159,7 +159,7 @@ class Job:
         return file.read_text() if file.exists() else ""
 
     def wait_for(self, *states: str) -> None:
-        """Return when the job is in one of `states`; fails if it ends in another."""
+        """Return when the job is in one of `states`; fail if it ends in another."""
 
         def holds() -> bool:
             state = self.field("JobState")
@@ -179,12 +179,12 @@ class Job:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody uses at the moment."""
+    """Return currently unused ports."""
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+        for port in sockets:
+            port.bind(("127.0.0.1", 0))
+        return [int(port.getsockname()[1]) for port in sockets]
     finally:
-        for each in sockets:
-            each.close()
+        for port in sockets:
+            port.close()

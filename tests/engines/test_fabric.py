@@ -1,4 +1,4 @@
-"""Fabric with our wrapper, where an engine and not our launcher starts the ranks."""
+"""Fabric with Paceline's wrapper, on ranks started by an engine instead of Paceline's launcher."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def assert_trained(output: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("how", "ranks"), [("-N2 --ntasks-per-node=2", 4), ("-n2", 2)])
-def test_fabric_trains_where_srun_starts_the_ranks(cluster: Cluster, tmp_path: Path, how: str, ranks: int) -> None:
-    # It was told as many devices in its node as there were ranks in all, and refused.
+def test_fabric_trains_on_ranks_started_by_srun(cluster: Cluster, tmp_path: Path, how: str, ranks: int) -> None:
+    # Fabric received the total number of ranks as the devices per node, and refused it.
     pytest.importorskip("lightning_fabric")
     done = cluster.run("srun", *how.split(), "python", EXAMPLE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -28,7 +28,7 @@ def test_fabric_trains_where_srun_starts_the_ranks(cluster: Cluster, tmp_path: P
 
 
 @pytest.mark.slow
-def test_fabric_trains_where_mpirun_starts_the_ranks(mpirun: None, tmp_path: Path) -> None:
+def test_fabric_trains_on_ranks_started_by_mpirun(mpirun: None, tmp_path: Path) -> None:
     pytest.importorskip("lightning_fabric")
     done = run("mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "python", EXAMPLE, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The manifests of the examples against the schemas of Kubernetes and of Kubeflow Trainer; no cluster is needed."""
+"""Validates the example manifests against the Kubernetes and Kubeflow Trainer schemas; no cluster is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="install the extra 'engines' for the schemas")
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="install the extra 'engines' for the schemas")
-pytestmark = pytest.mark.engines  # and not of the extra "test", as the schemas of all versions take 108 MB
+pytestmark = pytest.mark.engines  # separate from the extra "test", as all versions of the schemas take 108 MB
 
 MANIFESTS = Path(__file__).parents[2] / "examples" / "kubernetes"
 DOCUMENTS = {
@@ -20,27 +20,27 @@ DOCUMENTS = {
 }
 
 
-def unlike(expected: Any, found: Any, path: str = "") -> list[str]:
-    """The paths at which `found` lacks or changes something of `expected`."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        return [place for key, value in expected.items() for place in unlike(value, found.get(key), f"{path}.{key}")]
-    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+def unlike(expected: Any, actual: Any, path: str = "") -> list[str]:
+    """Return the paths at which `actual` lacks or changes a part of `expected`."""
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return [place for key, value in expected.items() for place in unlike(value, actual.get(key), f"{path}.{key}")]
+    if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
         return [
             place
-            for number, (one, other) in enumerate(zip(expected, found, strict=True))
+            for number, (one, other) in enumerate(zip(expected, actual, strict=True))
             for place in unlike(one, other, f"{path}[{number}]")
         ]
-    return [] if expected == found else [path]
+    return [] if expected == actual else [path]
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
-def test_every_field_is_one_that_the_schema_of_kubeflow_trainer_has(kind: str) -> None:
+def test_every_field_exists_in_the_kubeflow_trainer_schema(kind: str) -> None:
     document = DOCUMENTS[kind]
     model = getattr(models, f"TrainerV1alpha1{kind}").from_dict(document)
-    assert not unlike(document, model.to_dict())  # a field that the schema does not have is dropped
+    assert not unlike(document, model.to_dict())  # fields unknown to the schema are dropped
 
 
-def test_the_jobs_inside_the_runtime_are_valid_for_kubernetes() -> None:
+def test_jobs_in_the_runtime_are_valid_for_kubernetes() -> None:
     [replicated] = DOCUMENTS["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
     job = {"apiVersion": "batch/v1", "kind": "Job", **replicated["template"]}
     job["metadata"] = {"name": replicated["name"], **job["metadata"]}

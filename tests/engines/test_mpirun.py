@@ -1,4 +1,4 @@
-"""mpirun starts the ranks, and nothing bridges its environment variables to torchrun's."""
+"""Ranks started by mpirun, without translating its environment variables to those of torchrun."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ WEIGHTS = re.compile(r"^weights \w+ after step 240$", re.MULTILINE)
 
 @pytest.fixture
 def two_hosts(mpirun: None, tmp_path: Path) -> list[str]:
-    """The command with a rank on each of two hosts, which are this one: what stands for ssh runs the daemons here."""
-    agent = tmp_path / "agent"  # mpirun gives one called ssh further options
+    """The command for one rank on each of two hosts, which are both this one; an agent replaces ssh."""
+    agent = tmp_path / "agent"  # with a program named ssh, mpirun would pass further options
     agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     agent.chmod(0o755)
-    hosts = ["--host", "first:1,second:1", "--bind-to", "none"]  # or both would take the first core
+    hosts = ["--host", "first:1,second:1", "--bind-to", "none"]  # otherwise both would take the first core
     return [*MPIRUN, "--mca", "plm_rsh_agent", str(agent), *hosts]
 
 
-def test_ranks_of_mpirun_train_with_the_bits_of_paceline_run(
+def test_mpirun_ranks_train_bit_identically_to_paceline_run(
     two_hosts: list[str], tmp_path: Path, undisturbed: str
 ) -> None:
     hosts = [*two_hosts, "-x", "MASTER_ADDR=127.0.0.1"]
@@ -37,7 +37,7 @@ def test_ranks_of_mpirun_train_with_the_bits_of_paceline_run(
         assert WEIGHTS.findall(done.stdout) == [undisturbed]
 
 
-def test_without_an_address_ranks_on_several_hosts_are_refused_in_a_line_each(
+def test_ranks_on_several_hosts_without_an_address_are_refused_in_one_line_each(
     two_hosts: list[str], tmp_path: Path
 ) -> None:
     done = run(*two_hosts, "python", TRAINING, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Ray Train runs our wrapper, loader and Checkpointer on our process group, and gets the Trainer's metrics."""
+"""Ray Train runs the wrapper, loader and Checkpointer on Paceline's process group, and receives Trainer metrics."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ ray.shutdown()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where Ray has run the plain loop, with a kill, and the Trainer."""
+    """The output of Ray running the plain loop, with a killed worker, and the Trainer."""
     made = tmp_path_factory.mktemp("ray")
     script(made, LOOP, "loop.py")
     script(made, DRIVER, "driver.py")
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "OMP_NUM_THREADS": "1"}
-    # Not in `made`, whose path is long: sockets in it have paths of at most 107 bytes.
+    # `made` has a long path, but socket paths are limited to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as sessions:
         done = subprocess.run(
             [sys.executable, "driver.py"],
@@ -156,9 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_a_killed_worker_starts_again_and_the_run_ends_with_the_bits_of_one_without_ray(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_killed_worker_restarts_and_the_run_matches_one_without_ray_bitwise(folder: Path, tmp_path: Path) -> None:
     done = paceline(tmp_path, "run", "--nproc", "2", str(folder / "loop.py"), str(tmp_path), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert (folder / "loop" / "struck").exists()
@@ -166,12 +164,12 @@ def test_a_killed_worker_starts_again_and_the_run_ends_with_the_bits_of_one_with
     assert {(folder / "loop" / f"digest-{rank}").read_text() for rank in range(2)} == {without_ray}
 
 
-def test_metrics_and_checkpoints_of_the_trainer_reach_ray(folder: Path) -> None:
+def test_trainer_metrics_and_checkpoints_reach_ray(folder: Path) -> None:
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     assert result["metrics"]["step"] == 12
     assert {"train/loss", "eval/error"} <= set(result["metrics"])
-    own = folder / "trainer" / "step-00000012"
+    saved = folder / "trainer" / "step-00000012"
     copied = Path(result["checkpoint"])
-    assert {file.name: file.read_bytes() for file in own.iterdir()} == {
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == {
         file.name: file.read_bytes() for file in copied.iterdir()
     }

@@ -1,4 +1,4 @@
-"""Slurm itself runs the examples: jobs are warned, preempted, requeued and cancelled, and no step or bit is lost."""
+"""Slurm runs the examples: jobs are warned, preempted, requeued and cancelled without losing a step or a bit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ WEIGHTS = re.compile(r"^weights \w+ after step 240$", re.MULTILINE)
 
 @pytest.fixture
 def slurm(cluster: Cluster) -> Cluster:
-    """The cluster, idle."""
+    """The idle cluster."""
     cluster.cancel_all()
     return cluster
 
 
-def test_the_example_runs_as_it_is(slurm: Cluster, tmp_path: Path) -> None:
+def test_example_runs_unchanged(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
-    shutil.copy(EXAMPLES / "resilient_loop.py", tmp_path / "examples")  # its default is that of the folder
+    shutil.copy(EXAMPLES / "resilient_loop.py", tmp_path / "examples")  # its default folder
     job = slurm.submit(tmp_path, BATCH)
     job.wait_for("COMPLETED")
     assert re.search(r"^accuracy 0\.9", job.output, re.MULTILINE), job.output
@@ -37,7 +37,7 @@ def test_the_example_runs_as_it_is(slurm: Cluster, tmp_path: Path) -> None:
 
 def warn_of_the_time_limit(job: Job) -> None:
     hours, minutes, _ = map(int, job.field("RunTime").split(":"))
-    job.update(TimeLimit=str(60 * hours + minutes + 2))  # Slurm looks every half minute whether a warning is due
+    job.update(TimeLimit=str(60 * hours + minutes + 2))  # Slurm checks every half minute whether a warning is due
 
 
 def requeue(job: Job) -> None:
@@ -45,14 +45,14 @@ def requeue(job: Job) -> None:
 
 
 def preempt(job: Job) -> None:
-    """Submit a job of higher priority that takes both nodes for a moment."""
+    """Submit a job of higher priority that briefly takes both nodes."""
     job.cluster.submit(job.folder, "-p", "urgent", "-N", "2", "--exclusive", "-o", "urgent.out", "--wrap", "true")
 
 
 @pytest.mark.parametrize(
     ("disturb", "number"), [(warn_of_the_time_limit, "SIGUSR1"), (requeue, "SIGTERM"), (preempt, "SIGTERM")]
 )
-def test_a_job_that_is_put_back_goes_on_with_the_bits_of_an_undisturbed_one(
+def test_requeued_job_matches_an_undisturbed_run_bitwise(
     slurm: Cluster, tmp_path: Path, undisturbed: str, disturb: Callable[[Job], None], number: str
 ) -> None:
     job = slurm.submit(tmp_path, BATCH, str(TRAINING))
@@ -64,8 +64,8 @@ def test_a_job_that_is_put_back_goes_on_with_the_bits_of_an_undisturbed_one(
     assert signal == number
     assert int(step) >= 10
     (tmp_path / "go").touch()
-    # Slurm would let it wait for two minutes. Started in the second in which slurmd ended it, it is refused (credential
-    # revoked), and fails.
+    # Slurm would delay it for two minutes. A start in the same second as slurmd ended it would be refused (credential
+    # revoked), and the job would fail.
     job.update(TimeLimit="60", StartTime="now+3")
     job.wait_for("COMPLETED")
     assert BEGINS.findall(job.output) == ["0", step]
@@ -74,13 +74,13 @@ def test_a_job_that_is_put_back_goes_on_with_the_bits_of_an_undisturbed_one(
     assert "Traceback" not in job.output, job.output
 
 
-def test_a_cancelled_job_is_saved_and_stays_away(slurm: Cluster, tmp_path: Path, undisturbed: str) -> None:
+def test_cancelled_job_is_saved_and_not_requeued(slurm: Cluster, tmp_path: Path, undisturbed: str) -> None:
     job = slurm.submit(tmp_path, BATCH, str(TRAINING))
     for rank in range(2):
         job.wait_for_file(f"trains-{rank}")
     slurm.call("scancel", job.number)
     job.wait_for("CANCELLED")
-    slurm.cancel_all()  # waits until it has left
+    slurm.cancel_all()  # waits for its end
     [(signal, step)] = SAVED.findall(job.output)
     assert signal == "SIGTERM"
     assert (job.field("JobState"), job.field("Restarts")) == ("CANCELLED", "0")
@@ -91,7 +91,7 @@ def test_a_cancelled_job_is_saved_and_stays_away(slurm: Cluster, tmp_path: Path,
     assert WEIGHTS.findall(again.output) == [undisturbed]
 
 
-def test_a_job_whose_script_fails_fails_and_is_not_put_back(slurm: Cluster, tmp_path: Path) -> None:
+def test_job_with_a_failing_script_fails_without_requeueing(slurm: Cluster, tmp_path: Path) -> None:
     job = slurm.submit(tmp_path, BATCH, "nowhere.py")
     job.wait_for("FAILED")
     assert (job.field("ExitCode"), job.field("Restarts")) == ("2:0", "0")
@@ -99,7 +99,7 @@ def test_a_job_whose_script_fails_fails_and_is_not_put_back(slurm: Cluster, tmp_
     assert "nowhere.py" in job.output
 
 
-def test_tasks_of_an_array_have_folders_of_their_own(slurm: Cluster, tmp_path: Path, undisturbed: str) -> None:
+def test_array_tasks_have_separate_folders(slurm: Cluster, tmp_path: Path, undisturbed: str) -> None:
     for task in range(2):
         (tmp_path / f"task-{task}").mkdir()
     shutil.copy(TRAINING, tmp_path)
@@ -107,7 +107,7 @@ def test_tasks_of_an_array_have_folders_of_their_own(slurm: Cluster, tmp_path: P
     tasks = [Job(slurm, f"{number}_{task}", tmp_path) for task in range(2)]
     for index, task in enumerate(tasks):
         for rank in range(2):
-            task.wait_for_file(f"task-{index}/trains-{rank}")  # both at once: each waits
+            task.wait_for_file(f"task-{index}/trains-{rank}")  # both run simultaneously and wait
     for index, task in enumerate(tasks):
         (tmp_path / f"task-{index}" / "go").touch()
         task.wait_for("COMPLETED")
@@ -123,7 +123,7 @@ def test_srun_starts_the_ranks(slurm: Cluster, tmp_path: Path, undisturbed: str,
     assert done.stderr == ""
 
 
-def test_ranks_that_srun_started_save_their_step_when_the_job_is_cancelled(
+def test_ranks_started_by_srun_save_their_step_when_the_job_is_cancelled(
     slurm: Cluster, tmp_path: Path, undisturbed: str
 ) -> None:
     job = slurm.submit(tmp_path, "-N", "2", "-n", "2", "--wrap", f"srun python {TRAINING}")

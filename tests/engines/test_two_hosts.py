@@ -1,4 +1,4 @@
-"""`paceline run` and torchrun on two hosts, which are network namespaces: a rank ends, and the report names it."""
+"""`paceline run` and torchrun on two hosts (network namespaces): a rank ends, and the report names it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from processes import TIMEOUT_S, Running, script
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines]
 TORCHRUN = Path(__file__).parents[2] / "examples" / "torchrun_two_hosts.sh"
-PORT = "29500"  # each test has namespaces of its own
+PORT = "29500"  # each test has separate namespaces
 
 TRAIN = """
 import os, signal, sys, warnings
@@ -75,27 +75,27 @@ def hosts() -> Iterator[list[Host]]:
 
 
 def paceline_run(hosts: list[Host], folder: Path, how: str, *options: str) -> list[tuple[int, str]]:
-    """Train with `paceline run` on both hosts, with two ranks each; code and stderr of each."""
+    """Train with `paceline run` on both hosts, two ranks each; return exit code and stderr per host."""
     with ExitStack() as stack:
         jobs = []
         for number, host in enumerate(hosts):
             where = ["--node-rank", str(number), "--master-addr", hosts[0].address]
             if "c10d" in options:
-                # That the endpoint is its own a host knows by its name, which both have in common here.
+                # A host recognizes its own endpoint by the host name, which both hosts share here.
                 conf = f"is_host={int(number == 0)}"
                 endpoint = f"{hosts[0].address}:{PORT}"
                 where = ["--rdzv-endpoint", endpoint, "--local-addr", host.address, "--rdzv-conf", conf]
-            own = folder / f"host-{number}"
-            own.mkdir(exist_ok=True)
+            host_folder = folder / f"host-{number}"
+            host_folder.mkdir(exist_ok=True)
             arguments = ["run", "--nnodes", "2", "--nproc", "2", *where, *options, str(folder / "train.py"), how]
             environment = {"GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1"}
             first = partial(enter, host.name)
-            jobs.append(stack.enter_context(Running(own, *arguments, fork="all", first=first, **environment)))
+            jobs.append(stack.enter_context(Running(host_folder, *arguments, fork="all", first=first, **environment)))
         return [(job.wait(), job.stderr) for job in jobs]
 
 
 def digest(folder: Path) -> str:
-    """The weights' digest, which all ranks have to have in common."""
+    """Return the digest of the weights, which must be equal on all ranks."""
     [found] = {(folder / f"digest-{rank}").read_text() for rank in range(4)}
     return found
 
@@ -111,7 +111,7 @@ def undisturbed(hosts: list[Host], tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("rendezvous", [STATIC, C10D], ids=["static", "c10d"])
-def test_a_restart_after_a_killed_rank_ends_with_the_undisturbed_bits(
+def test_restart_after_a_killed_rank_matches_the_undisturbed_bits(
     hosts: list[Host], tmp_path: Path, undisturbed: str, rendezvous: tuple[str, ...]
 ) -> None:
     script(tmp_path, TRAIN, "train.py")
@@ -129,7 +129,7 @@ def test_a_restart_after_a_killed_rank_ends_with_the_undisturbed_bits(
         ("mistaken", "UsageError: the data is wrong; take other data", 0),
     ],
 )
-def test_torchruns_report_names_the_rank_that_failed_first_and_its_error(
+def test_torchrun_report_names_the_first_failed_rank_and_its_error(
     hosts: list[Host], tmp_path: Path, how: str, error: str, tracebacks: int
 ) -> None:
     script(tmp_path, TRAIN, "train.py")
@@ -142,9 +142,9 @@ def test_torchruns_report_names_the_rank_that_failed_first_and_its_error(
 
 
 def torchrun(hosts: list[Host], folder: Path, how: str, *options: str) -> list[tuple[int, str]]:
-    """Train with the example's script, which starts torchrun, on both hosts; code and stderr of each.
+    """Train with the example script, which starts torchrun, on both hosts; return exit code and stderr per host.
 
-    Without the log of torchrun's agent, which has a traceback if the host with the store ends first.
+    Excludes the torchrun agent's log, which has a traceback if the host with the store ends first.
     """
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -171,7 +171,7 @@ def torchrun(hosts: list[Host], folder: Path, how: str, *options: str) -> list[t
     return [(code, agents.sub("", stderr)) for stderr, code in ends]
 
 
-def test_a_job_of_torchrun_starts_again_after_a_kill_and_ends_with_the_undisturbed_bits(
+def test_torchrun_job_restarts_after_a_kill_and_matches_the_undisturbed_bits(
     hosts: list[Host], tmp_path: Path, undisturbed: str
 ) -> None:
     script(tmp_path, TRAIN, "train.py")

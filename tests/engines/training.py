@@ -1,6 +1,6 @@
-"""A training for the engines' tests: it ends with a digest of its weights, and marks its way by files.
+"""A training for the engine tests that ends with a weights digest and records its progress in files.
 
-From the tenth step on it takes its time until there is a file ``go``, so that something can happen to it.
+From the tenth step on it is slow until a file ``go`` exists, so that tests can intervene.
 """
 
 from __future__ import annotations

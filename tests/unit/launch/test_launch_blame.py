@@ -1,4 +1,4 @@
-"""The launcher blames the rank that failed first, in real jobs, and shows its error once."""
+"""The launcher blames the rank that failed first in real jobs, and shows its error once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.launch.agent import launch
 from paceline.launch.job import Job
 from processes import Running, paceline, script
 
-# With four ranks the wrong one was named in 7 of 11 deaths: what the others said of the dead one was taken for a cause.
+# With four ranks, 7 of 11 deaths blamed the wrong rank: reports about the dead rank were taken for the cause.
 DYING = """
 import os, signal, sys, torch, torch.distributed as dist
 import paceline
@@ -54,7 +54,7 @@ DEATHS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "headline"), DEATHS.items(), ids=map("-".join, DEATHS))
-def test_the_dead_rank_is_named_last_and_at_most_one_traceback_is_shown(
+def test_dead_rank_named_last_with_at_most_one_traceback(
     case: tuple[str, str, str], headline: str, tmp_path: Path
 ) -> None:
     ending = {REAL_END: "1"} if case[2] == "exit" else {}
@@ -64,19 +64,19 @@ def test_the_dead_rank_is_named_last_and_at_most_one_traceback_is_shown(
     assert done.returncode == 1
     assert lines[-1].startswith(f"error: {headline}"), done.stderr
     blocks = {line.split()[1] for line in lines if " | " in line}
-    # On a busy machine a rank that has raised may need seconds to end; then it is shown at once, which is no duplicate.
+    # On a busy machine a failed rank may need seconds to exit. Its traceback then appears early, and only once.
     late = set(re.findall(r"^rank (\d) raised this .* and is still running$", done.stderr, re.MULTILINE))
     assert len(blocks - late) <= 1, done.stderr
     assert not re.search(r"^\[rank\d\]:|SIGTERM|^Traceback", done.stderr, re.MULTILINE), done.stderr
 
 
-def test_what_ranks_raise_when_the_job_is_stopped_is_shown(tmp_path: Path) -> None:
-    # The ranks leave it to the launcher to show their errors, which has no failure to report here.
+def test_errors_raised_while_the_job_stops_are_shown(tmp_path: Path) -> None:
+    # Ranks leave their errors to the launcher, which has no failure to report here.
     name = script(
         tmp_path,
         "import signal, time\n"
-        "def told(*_): raise OSError('no room for the last checkpoint')\n"
-        "signal.signal(signal.SIGTERM, told)\n"
+        "def fail(*_): raise OSError('no room for the last checkpoint')\n"
+        "signal.signal(signal.SIGTERM, fail)\n"
         "open('ready', 'w').close()\n"
         "time.sleep(60)\n",
     )
@@ -87,10 +87,10 @@ def test_what_ranks_raise_when_the_job_is_stopped_is_shown(tmp_path: Path) -> No
         assert "  rank 0 | OSError: no room for the last checkpoint\nterminated by SIGTERM\n" in job.stderr
 
 
-def test_a_rank_that_raised_and_does_not_end_is_shown_meanwhile(
+def test_traceback_shown_while_the_failed_rank_lingers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # A thread that runs on keeps the process, and all that wait for it, and the launcher kept what it knew to itself.
+    # A running thread kept the process alive, and the launcher withheld the error until it ended.
     monkeypatch.setattr(rank_processes, "SLOW_S", 0.2)
     name = script(
         tmp_path,

@@ -1,4 +1,4 @@
-"""A job that goes on with fewer ranks, and takes the others in again; with virtual ranks it ends with the same bits."""
+"""Elastic jobs continue with fewer ranks and grow again; virtual ranks keep the result bit-identical."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from processes import paceline, script, strike
 
 
 def after(failures: Sequence[tuple[int | None, float, float]], now: float, slices: int | None = 0) -> tuple[int, ...]:
-    """The places of four, of which two are enough, after failures: the rank, how long its start lasted, and when."""
+    """Return the places of a 4-rank job (minimum 2) after failures given as (rank, duration of the start, time)."""
     four = Places(4, 2)
     for rank, seconds, at in failures:
         four.failed(rank, seconds, at)
@@ -37,36 +37,36 @@ TWICE = [(1, 5.0, 100.0), (1, 5.0, 110.0)]
 @pytest.mark.parametrize(
     ("failures", "now", "slices", "expected"),
     [
-        ([(1, 5, 100)], 100, 0, (0, 1, 2, 3)),  # once is a restart like any
+        ([(1, 5, 100)], 100, 0, (0, 1, 2, 3)),  # a single failure is an ordinary restart
         (TWICE, 110, 0, (0, 2, 3)),
         (TWICE, 110, 8, (0, 2)),
-        (TWICE, 110, None, (0, 2)),  # a power of two divides every number of virtual ranks
+        (TWICE, 110, None, (0, 2)),  # a power of two divides any number of virtual ranks
         (TWICE, 709, 8, (0, 2)),
         (TWICE, 710, 8, (0, 1, 2, 3)),
-        ([(None, 5, 100), (None, 5, 110)], 110, 0, (0, 1, 2, 3)),  # the script's own error
+        ([(None, 5, 100), (None, 5, 110)], 110, 0, (0, 1, 2, 3)),  # an error of the script itself
         ([(1, 5, 100), (3, 5, 110), (1, 5, 120)], 120, 0, (0, 2, 3)),
-        ([(1, 5, 100), (1, 601, 801)], 801, 0, (0, 1, 2, 3)),  # it had run well in between
-        # Rank 1 of three is place 2.
+        ([(1, 5, 100), (1, 601, 801)], 801, 0, (0, 1, 2, 3)),  # a long healthy start in between
+        # Of three ranks, rank 1 runs at place 2.
         ([*TWICE, (1, 5, 120), (1, 5, 130)], 130, 0, (0, 3)),
-        # Tried again, and no better.
+        # Retried, and failed again.
         ([*TWICE, (0, 5, 711), (1, 5, 715)], 715, 0, (0, 2, 3)),
-        # None is left that would be enough: all are tried again.
+        # Too few places remain, so all are tried again.
         ([*TWICE, (1, 5, 120), (1, 5, 130), (1, 5, 140), (1, 5, 150)], 150, 0, (0, 1, 2, 3)),
     ],
 )
-def test_a_place_that_fails_twice_in_a_row_is_left_out_for_a_while(
+def test_place_excluded_after_two_consecutive_failures(
     failures: Sequence[tuple[int | None, float, float]], now: float, slices: int | None, expected: tuple[int, ...]
 ) -> None:
     assert after(failures, now, slices) == expected
 
 
-def test_without_a_least_number_no_place_is_left_out() -> None:
+def test_no_place_excluded_without_a_minimum() -> None:
     four = Places(4)
     assert [four.failed(1, 1, at) for at in range(5)] == [False] * 5
     assert four.move(0, 5.0) is None
 
 
-def test_a_change_says_why() -> None:
+def test_change_states_its_reason() -> None:
     four = Places(4, 2)
     for at in (0.0, 1.0):
         four.failed(3, 1, at)
@@ -76,17 +76,17 @@ def test_a_change_says_why() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 6])
-def test_a_job_without_a_checkpointer_loses_no_rank_by_its_first_failure(count: int) -> None:
-    """Their number was once cut to a power of two, in case there are virtual ranks, for which no place was named."""
+def test_first_failure_keeps_all_ranks_without_a_checkpointer(count: int) -> None:
+    """The number was cut to a power of two for possible virtual ranks, and no place was blamed for it."""
     some = Places(count, 2)
     some.failed(1, 5, 0.0)
     assert some.move(None, 0.0) is None
     some.failed(1, 5, 1.0)
     why = "place 1 is left out after two failures, for 600 s"
-    assert some.move(None, 1.0) == Change(count, count - 1, why)  # no power of two, so there are no virtual ranks
+    assert some.move(None, 1.0) == Change(count, count - 1, why)  # not a power of two, so the job has no virtual ranks
 
 
-def test_a_place_that_is_exchanged_for_another_is_told(tmp_path: Path) -> None:
+def test_replaced_place_is_reported(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, 9, Places(4, 2))
     said = [restarts.decide(Cause(is_kill=True, rank=rank)) for rank in (1, 1, 1, 1)]
     assert said[1] is not None
@@ -97,7 +97,7 @@ def test_a_place_that_is_exchanged_for_another_is_told(tmp_path: Path) -> None:
     assert restarts.change == Change(2, 2, why)
 
 
-def test_ranks_get_the_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_use_the_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restarts = Restarts(tmp_path, 9, Places(4, 2))
     of_job = {GPUS: "4,5,6,7"}
     assert GPUS not in restarts.environment(of_job)
@@ -110,7 +110,7 @@ def test_ranks_get_the_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.
         assert restarts.environment({})[GPUS] == shown
 
 
-def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_path: Path) -> None:
+def test_device_error_is_retried_in_other_places(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, 9, Places(2, 1))
     folder = tmp_path / STEPS / "key"
     lost = Cause("AcceleratorError", may_pass=True, rank=1)
@@ -129,10 +129,10 @@ def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_p
         f"starting 1 rank instead of 2 {again} (restart 2, 2 of 9 without progress): "
         "place 1 is left out after two failures, for 600 s",
     ]
-    assert said[2] is None  # the same error at the same step, in another place, too
+    assert said[2] is None  # the same error at the same step in another place
 
 
-def test_the_report_has_each_change_with_the_steps_that_it_cost(tmp_path: Path) -> None:
+def test_report_lists_each_change_and_its_lost_steps(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     report = JobReport(str(file), pytest.fail)
     report.note_progress(2, "memory")
@@ -200,13 +200,13 @@ open(f"end-{world.rank}", "w").write(json.dumps([world.size, digest.hexdigest()]
 
 
 def prepare(orders: str) -> None:
-    """Have ranks struck, and places that fail tried again after a second."""
+    """Set up fault injection, and retry failed places after one second."""
     strike(orders)
     verdict.REJOIN_S = 1.0
 
 
 def trained(folder: Path, size: int, virtual_ranks: int, least: int | None = None, orders: str = "") -> dict[str, Any]:
-    """Train to the end; what the ranks ended with, their samples in each step, and the report."""
+    """Train to completion; return the final states of the ranks, their samples per step, and the report."""
     folder.mkdir()
     arguments = ["run", "--nproc", str(size), "--report", "report.json"]
     if least is not None:
@@ -233,30 +233,30 @@ def sizes(report: dict[str, Any]) -> list[int]:
 
 
 def twice(rank: int, first: tuple[str, int], second: tuple[str, int]) -> str:
-    """Orders to strike the place of `rank` in two starts in a row."""
+    """Return fault orders for the place of `rank` in two consecutive starts."""
     return "; ".join(
         f"{moment} rank={rank} at={at} start={start}" for start, (moment, at) in enumerate([first, second])
     )
 
 
 @pytest.mark.slow
-def test_kills_at_drawn_moments_with_4_2_and_4_ranks_end_with_the_bits_of_one(tmp_path: Path) -> None:
-    one = trained(tmp_path / "one", 1, 8)
-    # The last one strikes when the place is tried again.
+def test_random_kills_with_4_2_and_4_ranks_match_a_single_rank_bitwise(tmp_path: Path) -> None:
+    single = trained(tmp_path / "one", 1, 8)
+    # The last fault strikes while the place is being retried.
     orders = twice(0, ("bucket", 5), ("forward", 3)) + "; bucket rank=0 at=1 start=3"
     job = trained(tmp_path / "elastic", 4, 8, 2, orders=orders)
-    assert job["ends"] == [[4, digest] for _, digest in one["ends"] * 4]
-    assert job["used"] == one["used"]
+    assert job["ends"] == [[4, digest] for _, digest in single["ends"] * 4]
+    assert job["used"] == single["used"]
     assert sizes(job["report"]) == [4, 2, 4, 2, 4]
     assert job["report"]["steps_redone"] == 0
 
 
 @pytest.mark.slow
-def test_without_virtual_ranks_samples_and_means_are_the_same_and_one_line_says_so(tmp_path: Path) -> None:
-    one = trained(tmp_path / "one", 1, 0)
+def test_same_samples_and_means_without_virtual_ranks_and_a_note(tmp_path: Path) -> None:
+    single = trained(tmp_path / "one", 1, 0)
     orders = twice(2, ("gate", 3), ("forward", 2))
     job = trained(tmp_path / "elastic", 4, 0, 2, orders=orders)
-    assert job["used"] == one["used"]
+    assert job["used"] == single["used"]
     assert sizes(job["report"]) == [4, 3, 4]
     weights = [torch.load(tmp_path / name / "weights.pt") for name in ("one", "elastic")]
     for ours, theirs in zip(weights[1].values(), weights[0].values(), strict=True):

@@ -1,4 +1,4 @@
-"""How a job ends from outside: launcher killed, Ctrl-C, SIGTERM. And what it has open while it runs."""
+"""Ends of a job caused from outside (launcher killed, Ctrl-C, SIGTERM), and the resources a running job holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.launch.rank_processes import RankProcesses
 from paceline.launch.root_cause import headline
 from processes import Running, gone_after, paceline, script, until
 
-# Rank 0 waits in a collective that the other never joins.
+# Rank 0 waits in a collective that rank 1 never joins.
 BLOCKED = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -25,16 +25,16 @@ time.sleep(120)
 """
 STUBBORN = """
 import os, signal, time
-signal.signal(signal.SIGTERM, lambda *_: open("told-" + os.environ["RANK"], "w").close())
+signal.signal(signal.SIGTERM, lambda *_: open("signaled-" + os.environ["RANK"], "w").close())
 open("ready-" + os.environ["RANK"], "w").close()
 while True:
     time.sleep(0.1)
 """
-# Each signal that comes while the process is stopped is for the thread that goes on first.
+# A signal sent to a stopped process is handled by the thread that resumes first.
 ASLEEP = """
 import os, signal, sys, threading, time
 def handle(*_):
-    open("told-" + os.environ["RANK"], "w").close()
+    open("signaled-" + os.environ["RANK"], "w").close()
     sys.exit(9)
 signal.signal(signal.SIGTERM, handle)
 for _ in range(8):
@@ -42,12 +42,12 @@ for _ in range(8):
 open("ready-" + os.environ["RANK"], "w").close()
 time.sleep(120)
 """
-SLACK_S = 20  # on a machine that is busy; the ranks would stay for longer
+SLACK_S = 20  # for a busy machine; without intervention the ranks would run longer
 READY = ("ready-0", "ready-1")
 
 
 def listening(pids: list[int]) -> list[str]:
-    """Addresses, in /proc's hexadecimal, on which one of the processes listens."""
+    """Return the addresses, in hexadecimal as in /proc, of the listening sockets of these processes."""
     mine = set()
     for pid in pids:
         for entry in os.scandir(f"/proc/{pid}/fd"):
@@ -55,16 +55,16 @@ def listening(pids: list[int]) -> list[str]:
                 mine.add(os.readlink(entry.path))
             except FileNotFoundError:
                 continue
-    found = []
+    addresses = []
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             _, address, _, state, *rest = line.split()
             if state == "0A" and f"socket:[{rest[5]}]" in mine:
-                found.append(address.partition(":")[0])
-    return found
+                addresses.append(address.partition(":")[0])
+    return addresses
 
 
-def test_nothing_listens_beyond_loopback_and_sigkill_of_the_launcher_ends_blocked_ranks(tmp_path: Path) -> None:
+def test_only_loopback_sockets_and_killed_launcher_ends_blocked_ranks(tmp_path: Path) -> None:
     name = script(tmp_path, BLOCKED)
     with Running(tmp_path, "run", "--nproc", "2", name, fork="all") as job:
         job.wait_for(*READY)
@@ -91,9 +91,7 @@ next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1)))
 
 
 @pytest.mark.parametrize("preload", ["0", "1"])
-def test_sigkill_of_the_launcher_ends_workers_that_are_stuck_and_removes_the_jobs_folder(
-    tmp_path: Path, preload: str
-) -> None:
+def test_killed_launcher_ends_stuck_workers_and_removes_the_job_folder(tmp_path: Path, preload: str) -> None:
     (jobs := tmp_path / "jobs").mkdir()
     of_job = {"PACELINE_JOBS": str(jobs), "PACELINE_PRELOAD": preload}
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, STUCK_WORKER), **of_job) as job:
@@ -116,12 +114,12 @@ assert multiprocessing.util.get_temp_dir() == os.environ["PACELINE_BLACK_BOX"]
 """
 
 
-def test_sockets_are_in_the_jobs_folder_and_shared_arrays_that_exceed_dev_shm_are_not(tmp_path: Path) -> None:
+def test_sockets_stay_in_the_job_folder_and_oversized_shared_arrays_do_not(tmp_path: Path) -> None:
     done = paceline(tmp_path, "run", script(tmp_path, SHARED))
     assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_ends_stubborn_ranks_and_their_children_before_the_grace_is_over_with_code_130(tmp_path: Path) -> None:
+def test_ctrl_c_ends_stubborn_ranks_and_children_within_the_grace_period(tmp_path: Path) -> None:
     child = """
 import subprocess
 child = subprocess.Popen(["sleep", "120"])
@@ -137,18 +135,18 @@ open("child", "w").write(str(child.pid))
         assert job.stderr == "interrupted\n"
 
 
-def test_a_signal_that_another_thread_took_reaches_a_main_thread_that_sleeps(tmp_path: Path) -> None:
+def test_sleeping_main_thread_handles_a_signal_delivered_to_another_thread(tmp_path: Path) -> None:
     name = script(tmp_path, ASLEEP)
     with Running(tmp_path, "run", "--nproc", "2", "--shutdown-timeout", "110", name, fork="all") as job:
         job.wait_for(*READY)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 143
-        assert {path.name for path in tmp_path.glob("told-*")} == {"told-0", "told-1"}
+        assert {path.name for path in tmp_path.glob("signaled-*")} == {"signaled-0", "signaled-1"}
         assert "did not end" not in job.stderr
 
 
 @pytest.mark.slow
-def test_after_a_failure_stubborn_ranks_are_gone_before_the_grace_is_over(tmp_path: Path) -> None:
+def test_failure_ends_stubborn_ranks_within_the_grace_period(tmp_path: Path) -> None:
     name = script(
         tmp_path,
         "import os, time\n"
@@ -174,7 +172,9 @@ for number, _ in enumerate(DataLoader(torch.ones(16, 4), batch_size=4, num_worke
 
 
 def test_workers_of_a_killed_rank_leave_no_folder_behind(tmp_path: Path) -> None:
-    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, WORKERS), fork="all")  # looks for files that stay
+    done = paceline(
+        tmp_path, "run", "--nproc", "2", script(tmp_path, WORKERS), fork="all"
+    )  # the fixture checks for leftover files
     assert done.returncode == 1
     assert "rank 1 failed first (signal SIGKILL" in done.stderr
 
@@ -185,10 +185,8 @@ def with_odd_signals() -> None:
 
 
 @pytest.mark.parametrize("preload", ["1", "0"], ids=["forked", "spawned"])
-def test_a_killed_rank_is_noticed_and_a_signal_obeyed_if_the_parent_ignores_or_blocks_them(
-    tmp_path: Path, preload: str
-) -> None:
-    """The kernel discards exit codes if SIGCHLD is ignored, and a killed rank counted as a success."""
+def test_killed_rank_and_signals_noticed_despite_inherited_signal_settings(tmp_path: Path, preload: str) -> None:
+    """If SIGCHLD is ignored, the kernel discards exit codes, and a killed rank counted as a success."""
     text = """
 import os, sys, time
 if os.environ["RANK"] == "1": os.kill(os.getpid(), 9)
@@ -201,10 +199,10 @@ time.sleep(60)
     with Running(tmp_path, "run", script(tmp_path, STUBBORN), first=with_odd_signals, PACELINE_PRELOAD=preload) as job:
         job.wait_for("ready-0")
         job.process.send_signal(signal.SIGTERM)
-        job.wait_for("told-0")
+        job.wait_for("signaled-0")
 
 
-def test_a_rank_whose_exit_code_another_wait_took_has_failed() -> None:
+def test_rank_with_a_stolen_exit_code_counts_as_failed() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     os.waitpid(process.pid, 0)
     ranks = RankProcesses({0: process}, {0: ""}, lambda: None)

@@ -1,4 +1,4 @@
-"""The cause of a failure is told from its consequences."""
+"""Distinguishing the cause of a failure from its consequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def recorded(message: str, at: float, usage: bool = False, blamed: tuple[int, ..
 
 
 def gone(rank: int, at: float) -> Record:
-    """What a rank of Paceline's own process group says when it finds that another one has ended."""
+    """Return the record of a rank in Paceline's process group that lost a peer."""
     return recorded(f"CommunicationError: rank {rank} (pid 7) has ended", at, blamed=(rank,))
 
 
@@ -26,43 +26,43 @@ LOST = (
 RESET = "RuntimeError: Read error [127.0.0.1]:40626: Connection reset by peer."
 NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, remote process exited"
 
-# Who failed by itself, cause first, out of how rank 0, 1, 2 ended.
+# Which ranks failed on their own, cause first, given the ends of ranks 0, 1, 2.
 CASES = {
-    "one raised": ([End(0, 0, 9.0), End(1, 1, 5.0, record=recorded("ValueError: x", 4.0))], [1]),
-    "a peer died sooner than the one that raised": (
+    "one rank raised": ([End(0, 0, 9.0), End(1, 1, 5.0, record=recorded("ValueError: x", 4.0))], [1]),
+    "peer ended before the rank that raised": (
         [End(0, 1, 5.0, record=recorded(LOST, 4.2)), End(1, 1, 5.5, record=recorded("ValueError: x", 4.1))],
         [1, 0],
     ),
-    "a peer told sooner than the crash was noticed": (
+    "peer reported before the crash was noticed": (
         [End(0, 1, 5.0, record=recorded(RESET, 4.0)), End(1, -signal.SIGSEGV, 4.1)],
         [1, 0],
     ),
-    "torch aborted the peer": (
+    "peer aborted by torch": (
         [End(0, -signal.SIGABRT, 4.0), End(1, 1, 5.0, record=recorded("ValueError: x", 4.5))],
         [1, 0],
     ),
-    "an abort is a cause if nothing else is": (
+    "abort without another cause": (
         [End(0, 1, 5.0, record=recorded(NCCL, 3.0)), End(1, -signal.SIGABRT, 4.0)],
         [1, 0],
     ),
-    "two raised": (
+    "two ranks raised": (
         [End(0, 1, 5.0, record=recorded("ValueError: x", 4.2)), End(1, 1, 4.9, record=recorded("KeyError: y", 4.3))],
         [0, 1],
     ),
-    "the launcher stopped the others": (
+    "others stopped by the launcher": (
         [End(0, -signal.SIGTERM, 6.0, stopped=True), End(1, 7, 5.0), End(2, 143, 6.0, stopped=True)],
         [1],
     ),
-    "an abort while the others name the rank": (
+    "aborted rank blamed by the others": (
         [End(0, 1, 5.0, record=gone(2, 4.0)), End(1, 1, 5.0, record=gone(2, 4.0)), End(2, -signal.SIGABRT, 4.1)],
         [2, 0, 1],
     ),
-    "a peer that handled its error, and ended with a code of its own, told when it began to": (
+    "peer that exited with another code after handling its error": (
         [End(0, 1, 4.3, leaving=4.28), End(1, -signal.SIGKILL, 4.3)],
         [1, 0],
     ),
-    "two died nearly at once": ([End(0, -signal.SIGKILL, 4.1), End(1, -signal.SIGSEGV, 4.0)], [1, 0]),
-    "one that raised was stopped while it was still shutting down": (
+    "two ranks died almost simultaneously": ([End(0, -signal.SIGKILL, 4.1), End(1, -signal.SIGSEGV, 4.0)], [1, 0]),
+    "rank stopped while shutting down after an exception": (
         [End(0, -signal.SIGABRT, 4.0), End(1, -signal.SIGTERM, 6.0, True, recorded("ValueError: x", 3.9))],
         [1, 0],
     ),
@@ -70,49 +70,49 @@ CASES = {
 
 
 @pytest.mark.parametrize(("ends", "order"), CASES.values(), ids=CASES)
-def test_the_cause_comes_first(ends: list[End], order: list[int]) -> None:
+def test_cause_comes_first(ends: list[End], order: list[int]) -> None:
     assert [end.rank for end in failures(ends)] == order
 
 
-# The headline of how ranks 0, 1, 2, … ended.
+# Headlines, given the ends of ranks 0, 1, 2, …
 HEADLINES = {
-    "one that left, rather than the one that missed it": (
+    "exited rank instead of its waiting peer": (
         [End(0, 1, 5.0, record=recorded(LOST, 4.0)), End(1, 0, 4.1)],
         "rank 1 ended with exit code 0 while the others still needed it, so rank 0",
     ),
-    "one that failed by itself, though another was done": (
+    "failed rank while another had finished": (
         [End(0, 1, 5.0, record=recorded("ValueError: x", 4.0)), End(1, 0, 3.0)],
         "rank 0 failed first (exit code 1: ValueError: x)",
     ),
-    "of two that left, the one that is missed": (
+    "the missed one of two exited ranks": (
         [End(0, 1, 5.0, record=gone(2, 4.0)), End(1, 0, 2.0), End(2, 0, 4.1)],
         "rank 2 ended with exit code 0 while the others still needed it, so rank 0 failed",
     ),
-    "two left, and nobody says which one is missed": (
+    "two exited ranks, neither blamed by others": (
         [End(0, 1, 5.0, record=recorded(LOST, 4.0)), End(1, 0, 4.2, leaving=4.0), End(2, 0, 4.1, leaving=3.9)],
         "ranks 1, 2 ended with exit code 0 while the others still needed it",
     ),
-    "one that left was stopped before its interpreter was done": (
+    "exited rank stopped during interpreter shutdown": (
         [End(0, 1, 5.0, record=gone(1, 4.0)), End(1, -signal.SIGTERM, 6.0, True, leaving=3.9)],
         "rank 1 was about to end while the others still needed it, so rank 0 failed",
     ),
-    "torch aborted the one that missed it": (
+    "waiting peer aborted by torch": (
         [End(0, -signal.SIGABRT, 4.2), End(1, 0, 4.1, leaving=3.9), End(2, 1, 5.0, record=recorded(LOST, 4.0))],
         "rank 1 ended with exit code 0 while the others still needed it, so rank 2 failed",
     ),
-    "one aborted long after another was done": (
+    "abort long after another rank finished": (
         [End(0, -signal.SIGABRT, 8.0), End(1, 0, 4.1, leaving=3.9)],
         "rank 0 failed first (signal SIGABRT)",
     ),
-    "one left and another ended with a code of its own, maybe because it handled that": (
+    "exited rank and a peer that may have handled its absence": (
         [End(0, 1, 5.0, leaving=4.5), End(1, 0, 4.1, leaving=3.9)],
         "rank 0 failed first (exit code 1), after rank 1 had ended with exit code 0",
     ),
-    "one was on its way out, with a code that nobody knows, when it was stopped": (
+    "exiting rank with an unknown code stopped": (
         [End(0, 3, 5.0, leaving=4.5), End(1, -signal.SIGTERM, 5.1, stopped=True, leaving=4.4)],
         "rank 0 failed first (exit code 3), after rank 1 had begun to end",
     ),
-    "one never came": (
+    "rank that never started": (
         [
             End(0, 1, 5.0, record=recorded("CommunicationError: rank 1 did not take part", 4.0, blamed=(1,))),
             End(1, -signal.SIGKILL, 9.0, stopped=True),
@@ -120,21 +120,24 @@ HEADLINES = {
         ],
         "rank 1 kept the others waiting, so rank 0 failed (exit code 1: CommunicationError: rank 1 did not",
     ),
-    "one that raised was stopped, which is not how it failed": (
+    "rank that raised, stopped later": (
         [End(0, -signal.SIGTERM, 4.0, True, recorded("ValueError: x", 3.9)), End(1, 1, 4.0, record=gone(0, 4.0))],
         "rank 0 failed first (ValueError: x)",
     ),
-    "the kernel killed one": ([End(0, -signal.SIGKILL, 4.0)], "rank 0 failed first (signal SIGKILL, which the kernel"),
+    "rank killed by the kernel": (
+        [End(0, -signal.SIGKILL, 4.0)],
+        "rank 0 failed first (signal SIGKILL, which the kernel",
+    ),
 }
 
 
 @pytest.mark.parametrize(("ends", "expected"), HEADLINES.values(), ids=HEADLINES)
-def test_the_headline_names_the_rank_that_the_others_failed_for(ends: list[End], expected: str) -> None:
+def test_headline_names_the_rank_that_caused_the_failure(ends: list[End], expected: str) -> None:
     assert headline(ends).startswith(expected)
 
 
-def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
-    # A failing rank was shown twice and every consequence with its traceback, so that the cause scrolled away.
+def test_report_ends_with_the_headline_below_a_single_traceback() -> None:
+    # Each failing rank was shown twice and every consequence with a traceback, so the cause scrolled away.
     ends = [
         End(0, 1, 5.0, record=recorded("ValueError: x", 4.0)),
         End(1, 1, 5.0, record=recorded("KeyError: y", 4.0)),
@@ -151,12 +154,12 @@ def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
         "  rank 0 | ValueError: x",
         "error: rank 0 failed first (exit code 1: ValueError: x)",
     ]
-    again = report(ends, shown).splitlines()  # after a restart, or if the rank was slow to exit
+    again = report(ends, shown).splitlines()  # after a restart, or if the rank exited slowly
     assert again[-2:] == ["the traceback of rank 0 is shown above", "error: " + headline(ends)]
-    assert report(ends, {0}).splitlines() == again  # its stderr is copied to the launcher's
+    assert report(ends, {0}).splitlines() == again  # its stderr already went to the launcher's
 
 
-def test_ranks_that_fail_alike_share_a_line() -> None:
+def test_ranks_with_equal_errors_share_a_line() -> None:
     ends = [End(rank, 1, 5.0, rank > 2, recorded("OSError: no data", 4.0 + rank)) for rank in range(6)]
     ends[5] = replace(ends[5], record=replace(recorded("OSError: no data", 9.0), trace='File "elsewhere.py", line 1'))
     others = ["ranks 1–4 failed in the same way", "rank 5 also failed (OSError: no data)"]
@@ -165,13 +168,13 @@ def test_ranks_that_fail_alike_share_a_line() -> None:
     assert report(ends, set()).splitlines()[0] == "ranks 1–4 also failed (exit code 1: OSError: no data)"
 
 
-def test_errors_that_differ_only_in_the_ranks_number_are_alike() -> None:
+def test_errors_that_differ_only_in_rank_numbers_are_equal() -> None:
     ends = [End(rank, 1, 5.0, record=recorded(f"ValueError: rank {rank}: no data", 4.0 + rank)) for rank in range(11)]
     assert report(ends, set()).splitlines()[0] == "ranks 1–10 failed in the same way"
     assert sum("no data" in line for line in raised(ends, set())) == 1
 
 
-def test_the_first_usage_error_is_taken() -> None:
+def test_first_usage_error_wins() -> None:
     ends = [
         End(0, 2, 5.0, record=recorded("second", 4.2, True)),
         End(1, 2, 5.0, record=recorded("first", 4.1, True)),

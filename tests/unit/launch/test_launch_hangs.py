@@ -1,4 +1,4 @@
-"""A rank that makes no progress is named with its stacks and what the others wait in, and the job goes on."""
+"""A rank without progress is named with its stacks and the call the other ranks wait in; the job then continues."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def patient() -> None:
-    """Let ranks on a busy machine tell their stacks; those that can do so."""
+    """Allow ranks on a busy machine enough time to write their stacks."""
     hang_detection.ANSWER_S = 60.0
 
 
@@ -88,9 +88,7 @@ def less_patient() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["system-call", "stop"])
-def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_job_ends_as_if_undisturbed(
-    tmp_path: Path, undisturbed: set[str], how: str
-) -> None:
+def test_hanging_rank_named_with_stacks_and_result_unchanged(tmp_path: Path, undisturbed: set[str], how: str) -> None:
     options = ("--nproc", "2", "--hang-timeout", "2", "--report", "report.json")
     done = paceline(tmp_path, "run", *options, script(tmp_path, TRAIN), how, fork="all", first=patient)
     assert done.returncode == 0, done.stderr
@@ -109,9 +107,7 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_job_ends_as_if_undis
     assert "in wait" in failure["others"][0]["stacks"]
 
 
-def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(
-    tmp_path: Path, undisturbed: set[str]
-) -> None:
+def test_no_alarm_for_a_pause_shorter_than_the_timeout(tmp_path: Path, undisturbed: set[str]) -> None:
     arguments = ("--hang-timeout", "60", script(tmp_path, TRAIN), "stop")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for("ready")
@@ -122,10 +118,8 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(
     assert digests(tmp_path) == undisturbed
 
 
-def test_time_in_which_the_launcher_was_stopped_with_its_ranks_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # On its return everything looks as if it had been still for long.
+def test_time_while_the_launcher_is_stopped_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # After SIGCONT, all ranks look as if they had been idle for a long time.
     said: list[str] = []
     watch = hang_detection.HangWatch(tmp_path, 5.0)
     with subprocess.Popen(["sleep", "60"]) as rank:
@@ -140,8 +134,8 @@ def test_time_in_which_the_launcher_was_stopped_with_its_ranks_does_not_count(
 
 
 @pytest.mark.slow
-def test_without_a_flag_the_rank_that_kept_others_waiting_tells_its_stacks_at_their_timeout(tmp_path: Path) -> None:
-    options = ("--nproc", "2", "--timeout", "6")  # which they have for their start, too
+def test_rank_that_blocks_the_others_writes_its_stacks_at_their_timeout(tmp_path: Path) -> None:
+    options = ("--nproc", "2", "--timeout", "6")  # the timeout also applies to the start
     done = paceline(tmp_path, "run", *options, script(tmp_path, TRAIN), "spin", fork="all", first=patient)
     assert done.returncode == 0, done.stderr
     assert "rank 1 kept the others waiting" in done.stderr
@@ -152,7 +146,7 @@ def sight(
     rank: int,
     phase: str | None,
     still: float,
-    told: str = "",
+    stacks: str = "",
     asleep: float = 0.0,
     stopped: float = 0.0,
     steps: int = 3,
@@ -161,12 +155,14 @@ def sight(
     fields: dict[str, Any] = {"pid": 1, "rank": rank, "size": 2, "host": "", "since": 0.0, "bucket": None}
     times = dict.fromkeys(("stepped", "step", "mean_step", "waited", "mean_waited", "waited_spread"), 0.0)
     box = None if phase is None else Snapshot(**fields, phase=phase, steps=steps, has_stepped=steps > 0, **times)
-    return Sight(rank, box, "T" if stopped else "S", still, stopped, asleep, told, moves)
+    return Sight(rank, box, "T" if stopped else "S", still, stopped, asleep, stacks, moves)
 
 
 def stack(*frames: str) -> str:
-    """What a rank tells: a thread that waits, and the main one with `frames`, the innermost first."""
-    lines = [f'  File "{place}", line 1 in {name}\n' for place, _, name in (each.rpartition(" in ") for each in frames)]
+    """Return the stacks a rank writes: a waiting thread, and the main thread with `frames`, innermost first."""
+    lines = [
+        f'  File "{place}", line 1 in {name}\n' for place, _, name in (frame.rpartition(" in ") for frame in frames)
+    ]
     other = f'Thread 0x01 (most recent call first):\n  File "{STDLIB}/threading.py", line 1 in wait\n\n'
     return "".join([other, "Current thread 0x02 (most recent call first):\n", *lines])
 
@@ -196,53 +192,53 @@ SLEEPS = ENDS.replace(f'{STDLIB}/threading.py", line 1 in _shutdown', '/home/me/
 THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/agent.py in run")
 
 HANGS: dict[str, tuple[list[Sight], tuple[int, ...]]] = {
-    "one is waited for": ([sight(0, "bucket wait", 11), sight(1, "forward", 12)], (1,)),
-    "not for long": ([sight(0, "bucket wait", 8), sight(1, "forward", 9)], ()),
-    "and has just moved": ([sight(0, "bucket wait", 11), sight(1, "forward", 1)], ()),
+    "others wait for a rank": ([sight(0, "bucket wait", 11), sight(1, "forward", 12)], (1,)),
+    "only briefly": ([sight(0, "bucket wait", 8), sight(1, "forward", 9)], ()),
+    "with recent progress": ([sight(0, "bucket wait", 11), sight(1, "forward", 1)], ()),
     "in its own code": ([sight(0, "bucket wait", 11), sight(1, "loop", 12)], (1,)),
-    "in its own code, for longer than it is waited for": ([sight(0, "bucket wait", 2), sight(1, "loop", 50)], ()),
-    "nobody waits": ([sight(0, "loop", 50), sight(1, "loop", 50)], ()),
-    "nobody waits, for very long": ([sight(0, "loop", 150), sight(1, "loop", 150)], (0, 1)),
-    "steps that leave no mark": ([sight(0, "loop", 150, moves=True), sight(1, "loop", 150, moves=True)], ()),
-    "one may be writing": ([sight(0, "collective", 50), sight(1, "checkpoint", 50)], ()),
-    "one writes": ([sight(0, "collective", 50), sight(1, "checkpoint", 50, WRITES)], ()),
-    "one writes for very long": ([sight(0, "collective", 150), sight(1, "checkpoint", 150, WRITES)], (1,)),
-    "one ends, and still writes": ([sight(0, "collective", 50), sight(1, "loop", 50, ENDS)], ()),
-    "one has failed, and still writes": ([sight(0, "collective", 50), sight(1, "loop", 50, JOINS)], ()),
-    "one hangs while it writes": ([sight(0, "collective", 11), sight(1, "loop", 11, SLEEPS)], (1,)),
+    "in its own code, longer than the wait": ([sight(0, "bucket wait", 2), sight(1, "loop", 50)], ()),
+    "no rank waits": ([sight(0, "loop", 50), sight(1, "loop", 50)], ()),
+    "no rank waits, for very long": ([sight(0, "loop", 150), sight(1, "loop", 150)], (0, 1)),
+    "unrecorded steps": ([sight(0, "loop", 150, moves=True), sight(1, "loop", 150, moves=True)], ()),
+    "possibly writing": ([sight(0, "collective", 50), sight(1, "checkpoint", 50)], ()),
+    "writing": ([sight(0, "collective", 50), sight(1, "checkpoint", 50, WRITES)], ()),
+    "writing for very long": ([sight(0, "collective", 150), sight(1, "checkpoint", 150, WRITES)], (1,)),
+    "writing while it exits": ([sight(0, "collective", 50), sight(1, "loop", 50, ENDS)], ()),
+    "writing after a failure": ([sight(0, "collective", 50), sight(1, "loop", 50, JOINS)], ()),
+    "hanging during a write": ([sight(0, "collective", 11), sight(1, "loop", 11, SLEEPS)], (1,)),
     "a state_dict": ([sight(0, "collective", 11), sight(1, "checkpoint", 11, STATE)], (1,)),
     "a wait in a save": ([sight(0, "loop", 12, SCRIPT), sight(1, "checkpoint", 11, SAVES, asleep=11)], (0,)),
     "the first step": ([sight(0, "bucket wait", 50, steps=0), sight(1, "forward", 50, steps=0)], ()),
     "the first step, for very long": ([sight(0, "wait", 150, steps=0), sight(1, "loop", 150, steps=0)], (1,)),
     "stopped": ([sight(0, "bucket wait", 11), sight(1, "wait", 12, stopped=12)], (1,)),
-    "each waits for another": ([sight(0, "bucket wait", 11), sight(1, "collective", 12)], (0, 1)),
-    "each waits for another, by its stack": (
+    "ranks wait for each other": ([sight(0, "bucket wait", 11), sight(1, "collective", 12)], (0, 1)),
+    "ranks wait for each other, by stacks": (
         [sight(0, "checkpoint", 11, SAVES, asleep=11), sight(1, "loop", 12, GATHERS, asleep=12)],
         (0, 1),
     ),
-    "collectives that they are often in": (
+    "frequent collectives": (
         [sight(0, "loop", 150, GATHERS, asleep=1), sight(1, "loop", 150, BACKWARD, asleep=1)],
         (),
     ),
     "no boxes": ([sight(0, None, 900), sight(1, None, 900)], ()),
-    "no boxes, and one is stopped": ([sight(0, None, 900), sight(1, None, 900, stopped=11)], (1,)),
-    "one has no box": ([sight(0, "collective", 150, steps=0), sight(1, None, 150, SCRIPT)], (1,)),
+    "no boxes, one rank stopped": ([sight(0, None, 900), sight(1, None, 900, stopped=11)], (1,)),
+    "one rank without a box": ([sight(0, "collective", 150, steps=0), sight(1, None, 150, SCRIPT)], (1,)),
     "torch's wrapper waits": ([sight(0, "loop", 11, BACKWARD, asleep=11), sight(1, "loop", 12, SCRIPT)], (1,)),
     "torch's wrapper computes": ([sight(0, "loop", 11, BACKWARD, asleep=1), sight(1, "loop", 12, SCRIPT)], ()),
-    "our wrapper does not wait there": ([sight(0, "backward", 11, BACKWARD, asleep=11), sight(1, "wait", 12)], (0,)),
-    "a collective of the script": ([sight(0, "loop", 11, GATHERS, asleep=11), sight(1, "loop", 12, SCRIPT)], (1,)),
-    "a collective that it is often in": ([sight(0, "loop", 11, GATHERS, asleep=1), sight(1, "loop", 12, SCRIPT)], ()),
-    "a hook that hangs": ([sight(0, "bucket wait", 11), sight(1, "bucket wait", 12, HOOK)], (1,)),
+    "backward of our wrapper": ([sight(0, "backward", 11, BACKWARD, asleep=11), sight(1, "wait", 12)], (0,)),
+    "collective in the script": ([sight(0, "loop", 11, GATHERS, asleep=11), sight(1, "loop", 12, SCRIPT)], (1,)),
+    "frequent collective in the script": ([sight(0, "loop", 11, GATHERS, asleep=1), sight(1, "loop", 12, SCRIPT)], ()),
+    "hanging hook": ([sight(0, "bucket wait", 11), sight(1, "bucket wait", 12, HOOK)], (1,)),
     "training in a thread": ([sight(0, "bucket wait", 11, THREAD), sight(1, "forward", 12, THREAD)], (1,)),
 }
 
 
 @pytest.mark.parametrize(("sights", "expected"), HANGS.values(), ids=HANGS)
-def test_the_rank_that_hangs_is_the_one_the_others_wait_for(sights: list[Sight], expected: tuple[int, ...]) -> None:
+def test_hanging_rank_is_the_one_the_others_wait_for(sights: list[Sight], expected: tuple[int, ...]) -> None:
     assert hanging(sights, 10) == expected
 
 
-def test_the_call_a_rank_waits_in_is_the_outermost_of_torch_distributed(tmp_path: Path) -> None:
+def test_waiting_call_is_the_outermost_in_torch_distributed(tmp_path: Path) -> None:
     begun = tmp_path / "train.py"
     begun.write_text("handle.wait()\n")
     ours = stack(f"{OURS}/comm/shm/engine.py in _block", f"{OURS}/comm/c10d/process_group.py in allreduce")
@@ -260,7 +256,7 @@ def test_the_call_a_rank_waits_in_is_the_outermost_of_torch_distributed(tmp_path
         STATE: "",
         "": "",
     }
-    assert {told: waiting_call(told) for told in calls} == calls
+    assert {stacks: waiting_call(stacks) for stacks in calls} == calls
 
 
 BUSY = f"""
@@ -277,25 +273,25 @@ busy()
 """
 
 
-def test_a_rank_that_runs_python_writes_its_stacks_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Written from outside of the interpreter they ended one in some thousand.
+def test_rank_running_python_writes_its_own_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Dumping stacks from outside the interpreter crashed about one rank in a thousand.
     monkeypatch.setattr(hang_detection, "POLITE_S", 60.0)
     environment = {**os.environ, "PACELINE_BLACK_BOX": str(tmp_path), "LOCAL_RANK": "0"}
     with subprocess.Popen([sys.executable, "-c", BUSY], env=environment, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
-        told = [hang_detection.request_stacks(tmp_path, {0: rank.pid}) for _ in range(2)]
+        replies = [hang_detection.request_stacks(tmp_path, {0: rank.pid}) for _ in range(2)]
         assert rank.poll() is None
         rank.kill()
-    assert [hang_detection.main_thread(each[0])[0].rpartition(" in ")[2] for each in told] == ["busy", "busy"]
+    assert [hang_detection.main_thread(reply[0])[0].rpartition(" in ")[2] for reply in replies] == ["busy", "busy"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "wrapper", "backend"), [("loop", "paceline", "gloo"), ("save", "torch", "paceline")])
-def test_the_rank_in_its_own_code_is_named_and_not_those_that_wait(
+def test_rank_in_its_own_code_is_named_instead_of_waiting_ranks(
     tmp_path: Path, where: str, wrapper: str, backend: str
 ) -> None:
-    # It took ten times as long, and one that waited was killed.
+    # Detection took ten times as long, and killed a waiting rank.
     arguments = (script(tmp_path, TRAIN), where, wrapper, backend)
     options = ("--nproc", "3", "--hang-timeout", "2", "--report", "report.json")
     done = paceline(tmp_path, "run", *options, *arguments, fork="all")
@@ -310,10 +306,10 @@ def test_the_rank_in_its_own_code_is_named_and_not_those_that_wait(
 
 
 @pytest.mark.slow
-def test_steps_that_leave_no_mark_are_no_hang(tmp_path: Path) -> None:
-    # torch's wrapper, and a Checkpointer that marks epochs of more than four times the timeout.
-    # What goes on there shows in stacks that change, so it sleeps on ten lines, and not in time with the launcher's
-    # requests, which could otherwise find it on the same line every time.
+def test_unrecorded_steps_are_not_a_hang(tmp_path: Path) -> None:
+    # torch's wrapper, with a Checkpointer that records epochs longer than four timeouts.
+    # Progress shows only in changing stacks. The random sleeps on ten lines keep the loop out of step with the
+    # launcher's requests, which could otherwise see the same line every time.
     sleeps = "        time.sleep(0.008 * random.random())\n" * 10
     many = f"    import random\n    for _ in range(150 if step == 1 else 1):\n{sleeps}        model("
     epochs = TRAIN.replace("    model(", many)

@@ -1,4 +1,4 @@
-"""Several hosts, played by two launchers on one."""
+"""Two launchers on one machine stand in for several hosts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ runpy.run_module("paceline", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.slow
-def test_a_host_that_is_lost_and_comes_back_leaves_the_bits_as_they_are(tmp_path: Path) -> None:
+def test_lost_and_returning_host_keeps_bits_unchanged(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("one", "a", "b")}
     for folder in folders.values():
         folder.mkdir()
@@ -75,7 +75,7 @@ def test_a_host_that_is_lost_and_comes_back_leaves_the_bits_as_they_are(tmp_path
 
         def launched(name: str, host: str) -> Running:
             namespace, address = hosts["ab".index(name)]
-            # torchrun takes no host for that of the store by an address that its name does not have.
+            # torchrun does not recognize the store's host by an address that differs from its host name.
             store = f"is_host={int(name == 'a')},last_call_timeout=5"
             arguments = [*line, "--rdzv-conf", store, "--local-addr", address, "script.py"]
             environment = {"HOST": host, "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
@@ -110,7 +110,7 @@ torch.distributed.all_reduce(torch.ones(1))
 
 
 @pytest.mark.slow
-def test_both_launchers_end_with_code_1_and_torchruns_report_names_the_rank_and_its_error(tmp_path: Path) -> None:
+def test_launchers_exit_with_1_and_torchrun_reports_the_failed_rank(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -137,8 +137,8 @@ def test_both_launchers_end_with_code_1_and_torchruns_report_names_the_rank_and_
     ],
     ids=["c10d", "static"],
 )
-def test_a_host_that_finds_no_other_says_so_in_a_line(tmp_path: Path, options: tuple[str, ...]) -> None:
-    # It was a traceback of 60 lines.
+def test_missing_hosts_are_reported_in_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
+    # This was a traceback of 60 lines.
     done = paceline(tmp_path, "run", "--nnodes", "2", *options, script(tmp_path, "pass"), fork="all")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: the hosts could not meet at 127.0.0.1:9 (")
@@ -153,10 +153,8 @@ def test_a_host_that_finds_no_other_says_so_in_a_line(tmp_path: Path, options: t
         ("static", "first:x", "The port number of the rendezvous endpoint 'first:x'"),
     ],
 )
-def test_a_rendezvous_that_cannot_be_made_is_a_mistake_in_a_line(
-    tmp_path: Path, backend: str, endpoint: str, reason: str
-) -> None:
-    # It was a traceback of torchrun's launcher.
+def test_failed_rendezvous_is_reported_in_one_line(tmp_path: Path, backend: str, endpoint: str, reason: str) -> None:
+    # This was a traceback from torchrun's launcher.
     options = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
     done = paceline(tmp_path, "run", "--nnodes", "2", *options, script(tmp_path, "pass"), fork="all")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""What ranks print comes in whole lines, and neither holds them up nor ends them."""
+"""Output of ranks arrives in whole lines, and never blocks or ends a rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ rank, libc = os.environ["RANK"], ctypes.CDLL(None)
 def work(name):
     for number in range(100):
         print("rank", rank, name, number, "of", 100)
-threads = [threading.Thread(target=work, args=(f"thread{each}",)) for each in range(2)]
-for each in threads: each.start()
-for each in threads: each.join()
+threads = [threading.Thread(target=work, args=(f"thread{index}",)) for index in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
 for number in range(100):
     libc.printf(b"rank %s ", rank.encode())
     libc.printf(b"C %d of 100\\n", number)
@@ -36,8 +36,8 @@ subprocess.run(["sh", "-c", "for i in 1 2 3; do printf 'rank %s ' $RANK; printf 
 KINDS = {"thread0": 100, "thread1": 100, "C": 100, "error": 100, "long": 100, "child": 3}
 
 
-def test_every_line_is_whole_whatever_prints_it(tmp_path: Path) -> None:
-    # A third of the lines were broken: python -u writes each argument of print() by itself.
+def test_lines_are_never_broken(tmp_path: Path) -> None:
+    # A third of the lines were broken: python -u writes each argument of print() separately.
     done = paceline(tmp_path, "run", "--nproc", "4", "--prefix-ranks", script(tmp_path, PRINTS), fork="all")
     assert done.returncode == 0
     line = re.compile(r"rank (\d) \| rank (\d) (\w+) (\d+|x{50000}) of 100")
@@ -48,7 +48,7 @@ def test_every_line_is_whole_whatever_prints_it(tmp_path: Path) -> None:
     assert all(match[1] == match[2] for match in lines if match)
 
 
-def test_an_incomplete_last_line_is_kept_and_the_launchers_message_follows_it(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_kept_before_the_launcher_message(tmp_path: Path) -> None:
     text = """
 import os, sys
 print('10 %', end='\\r'); print('a\\n\\n b', end='')
@@ -93,10 +93,8 @@ def closed_pipe_and_full_disk() -> None:
 
 
 @pytest.mark.parametrize("streams", [full_disk_and_closed_terminal, closed_pipe_and_full_disk])
-def test_ranks_that_print_every_step_train_on_and_obey_a_signal_though_nobody_can_read_it(
-    tmp_path: Path, streams: Callable[[], None]
-) -> None:
-    # With three ranks, a host of two cores also prints a note before the start.
+def test_training_and_signals_survive_unwritable_output(tmp_path: Path, streams: Callable[[], None]) -> None:
+    # With three ranks, a machine with two cores also prints a note before the start.
     with Running(tmp_path, "run", "--nproc", "3", script(tmp_path, STEPS), fork="all", first=streams) as job:
         job.wait_for("ready-0", "ready-1", "ready-2")
         os.kill(job.process.pid, signal.SIGTERM)
@@ -107,13 +105,13 @@ def test_ranks_that_print_every_step_train_on_and_obey_a_signal_though_nobody_ca
 
 def blocked() -> None:
     reader, writer = os.pipe()
-    os.dup2(reader, 99)  # open, and never read
+    os.dup2(reader, 99)  # open, but never read
     for stream in (1, 2):
         os.dup2(writer, stream)
 
 
 @pytest.mark.slow
-def test_ranks_are_not_held_up_by_a_reader_that_does_not_read_and_a_signal_is_obeyed(tmp_path: Path) -> None:
+def test_stalled_reader_blocks_neither_ranks_nor_signals(tmp_path: Path) -> None:
     text = """
 import os, sys, time
 for _ in range(160): print("x" * 100_000)
@@ -133,7 +131,7 @@ def blocked_for_half_a_second() -> None:
 
 @pytest.mark.parametrize("options", [(), ("--tee", "3")])
 @pytest.mark.parametrize("code", [0, 7])
-def test_the_launcher_ends_with_the_jobs_code_if_nobody_reads_its_output(
+def test_launcher_exits_with_the_job_code_despite_unread_output(
     tmp_path: Path, options: tuple[str, ...], code: int
 ) -> None:
     text = f"import sys\nfor _ in range(160): print('x' * 100_000)\nsys.exit({code})"
@@ -143,11 +141,11 @@ def test_the_launcher_ends_with_the_jobs_code_if_nobody_reads_its_output(
 
 
 def as_on_a_terminal() -> None:
-    """Become the child of a process that shows what comes from the child's terminal, and answers it."""
+    """Run in a child whose parent displays the terminal output and answers prompts."""
     pid, terminal = pty.fork()
     if pid == 0:
         return
-    with suppress(OSError):  # the child has ended
+    with suppress(OSError):  # the child has exited
         while more := os.read(terminal, 4096):
             os.write(1, more)
             for word in ("half", "whole"):
@@ -178,7 +176,7 @@ time.sleep(60)
 """
 
 
-def test_on_a_terminal_prompts_are_shown_and_each_line_begins_with_its_rank_and_ctrl_c_begins_a_new_one(
+def test_terminal_output_has_prompts_rank_prefixes_and_a_newline_on_ctrl_c(
     tmp_path: Path,
 ) -> None:
     arguments = ("run", "--nproc", "2", "--prefix-ranks", script(tmp_path, ON_A_TERMINAL))
@@ -187,7 +185,7 @@ def test_on_a_terminal_prompts_are_shown_and_each_line_begins_with_its_rank_and_
     assert done.returncode == 130, lines
     assert "rank 0 | terminal True" in lines
     assert "an answer" in lines
-    # A line that another rank interrupted goes on with its rank in front.
+    # A line interrupted by another rank continues after its rank prefix.
     at = lines.index("rank 0 | half")
     assert lines[at + 1 : at + 3] == ["rank 1 | whole", "rank 0 | rest"]
     assert lines[-1] == "interrupted"

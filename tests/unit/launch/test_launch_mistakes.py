@@ -1,4 +1,4 @@
-"""A user's mistake is one line or one traceback, and is not made again."""
+"""A user error produces one line or one traceback, and is not retried."""
 
 from __future__ import annotations
 
@@ -36,27 +36,29 @@ if step == 3 and how == "error" and world.rank == 1:
 
 
 @pytest.mark.parametrize(
-    ("limit", "value", "told"),
+    ("limit", "value", "message"),
     [
-        # It was a traceback from the middle of starting a process.
+        # This was a traceback from inside process startup.
         (resource.RLIMIT_NOFILE, 20,
          "the limit on open files is 20, and 2 ranks need about 44; raise it: ulimit -n 1024"),
-        # The ranks waited forever in the lock of the file of their store.
+        # The ranks waited forever for the lock of their file store.
         (resource.RLIMIT_FSIZE, 1024,
          "the limit on the size of a file is 1,024 bytes, and the ranks write files of up to 1,048,576; raise it: "
          "ulimit -f unlimited"),
     ],
 )  # fmt: skip
-def test_too_low_a_limit_is_one_line(monkeypatch: pytest.MonkeyPatch, limit: int, value: int, told: str) -> None:
-    limits = {each: resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)}
+def test_low_limit_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, limit: int, value: int, message: str
+) -> None:
+    limits = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)}
     monkeypatch.setattr(resource, "getrlimit", (limits | {limit: (value, value)}).__getitem__)
     monkeypatch.setattr(agent, "run", lambda *_: pytest.fail("started"))
-    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         agent.launch(Job(["true"], 2))
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (BlockingIOError(11, "Resource temporarily unavailable"), "no process or thread can be started; raise "),
         (RuntimeError("can't start new thread"), "no process or thread can be started; raise "),
@@ -64,30 +66,30 @@ def test_too_low_a_limit_is_one_line(monkeypatch: pytest.MonkeyPatch, limit: int
         (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), "no temporary folder can be "),
     ],
 )
-def test_a_limit_that_is_reached_while_ranks_start_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, error: Exception, told: str
+def test_limit_hit_during_startup_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, error: Exception, message: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         try:
             raise error
         finally:
-            os.kill(2**22, 0)  # as torchelastic, which then fails to end a rank
+            os.kill(2**22, 0)  # like torchelastic, which then fails to end a rank
 
     monkeypatch.setattr(agent, "start_processes", fail)
     monkeypatch.setenv("PACELINE_PRELOAD", "0")
     report, name = tmp_path / "report", script(tmp_path, "")
     assert run_here(monkeypatch, "run", "--nproc", "1", "--report", str(report), str(tmp_path / name)) == 1
     [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"error: {told}")
+    assert line.startswith(f"error: {message}")
     assert '"exit_code": 1' in report.read_text()
 
 
-def test_an_error_without_a_message_is_named_by_its_class() -> None:
+def test_error_without_a_message_is_named_by_its_class() -> None:
     assert reason_of(TimeoutError()) == "TimeoutError"
     assert reason_of(RuntimeError("\n[a.cpp:7] no answer.")) == "no answer"
 
 
-def test_mistakes_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:
+def test_user_errors_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:
     done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), "early", fork="all")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("starting all ranks again") == 2
@@ -99,7 +101,7 @@ def test_mistakes_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:
     assert "script.py, line " in last
 
 
-def test_an_error_that_comes_again_in_the_same_place_ends_the_job(tmp_path: Path) -> None:
+def test_repeated_error_in_the_same_place_ends_the_job(tmp_path: Path) -> None:
     done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), "error", fork="all")
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("starting all ranks again") == 1
@@ -125,7 +127,7 @@ for step in range(6):
 
 
 @pytest.mark.parametrize(("when", "code", "starts"), [("without data", 2, 1), ("in step 4", 0, 2)])
-def test_a_script_whose_steps_nobody_counts_is_started_again_once_it_has_an_optimizer(
+def test_script_with_uncounted_steps_restarts_once_it_has_an_optimizer(
     tmp_path: Path, when: str, code: int, starts: int
 ) -> None:
     done = paceline(

@@ -1,4 +1,4 @@
-"""A failed job says in which step and phase the first rank failed and what the others did; ``--report`` writes it."""
+"""Failure reports give the step and phase of the first failed rank and what the others did; `--report` writes them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ for step in range(4):
 
 
 def struck(folder: Path, *strikes: str, nproc: int = 2, restarts: int = 0) -> tuple[int, list[str], dict[str, Any]]:
-    """Run the script; exit code, what the launcher said about failures, and the report."""
+    """Run the script; return the exit code, the launcher's lines about failures, and the report."""
     name = script(folder, TRAIN)
     options = ("--nproc", str(nproc), "--max-restarts", str(restarts), "--report", "report.json")
     done = paceline(folder, "run", *options, name, *strikes, fork="all")
@@ -76,14 +76,14 @@ def struck(folder: Path, *strikes: str, nproc: int = 2, restarts: int = 0) -> tu
     return done.returncode, said, json.loads((folder / "report.json").read_text())
 
 
-def test_a_killed_rank_has_its_phase_and_a_restart_does_not_inherit_it(tmp_path: Path) -> None:
-    # The second start fails before its first step, so that its boxes would still be those of the first one.
+def test_killed_rank_reports_its_phase_which_a_restart_does_not_inherit(tmp_path: Path) -> None:
+    # The second start fails before its first step, so stale boxes would still describe the first start.
     code, said, report = struck(tmp_path, "backward:kill:1:0", "start:raise:1:1", nproc=3, restarts=1)
     assert code == 1
     assert "ranks 0, 2: waiting for gradients in step 3" in said
     killed = r"rank 1 failed first \(signal SIGKILL, [^)]* memory runs out\) in step 3, backward, for \d"
     assert any(re.match(killed, line) for line in said), said
-    # Without an exit code if the rank was still on its way out when the launcher ended it, on a busy machine.
+    # On a busy machine the launcher may end the rank while it exits; the exit code is then missing.
     assert said[-1].replace("exit code 1: ", "") == "error: rank 1 failed first (ValueError: boom)"
     assert (report["ok"], report["exit_code"], report["restarts"]) == (False, 1, 1)
     first, second = report["failures"]
@@ -99,8 +99,8 @@ def test_a_killed_rank_has_its_phase_and_a_restart_does_not_inherit_it(tmp_path:
 
 
 @pytest.mark.slow
-def test_an_exception_has_the_phase_it_came_from_and_a_job_that_recovers_is_ok(tmp_path: Path) -> None:
-    # The exception leaves the phase before anybody hears of it: the box then says that the script's own code runs.
+def test_exception_reports_its_phase_and_a_recovered_job_is_ok(tmp_path: Path) -> None:
+    # The exception leaves the phase before it is recorded, when the box already says "the script's own code".
     code, said, report = struck(tmp_path, "forward:raise:1:0", restarts=1)
     assert code == 0
     assert "rank 0: waiting for gradients in step 3" in said
@@ -112,7 +112,7 @@ def test_an_exception_has_the_phase_it_came_from_and_a_job_that_recovers_is_ok(t
     assert failure["summary"] in said[-1]
 
 
-def test_two_ranks_that_fail_at_once_both_have_their_phase(tmp_path: Path) -> None:
+def test_two_simultaneous_failures_both_report_their_phase(tmp_path: Path) -> None:
     code, said, report = struck(tmp_path, "loop:exit:0:0", "loop:exit:1:0")
     assert code == 1
     first = report["failures"][0]["first"]["rank"]
@@ -150,13 +150,13 @@ for batch in DataLoader(Samples(), 8):
 """
 
 
-def test_a_sample_that_cannot_be_loaded_fails_while_data_is_waited_for(tmp_path: Path) -> None:
+def test_unloadable_sample_fails_in_the_data_phase(tmp_path: Path) -> None:
     # The loader raises the error after the wait for the batch has ended.
     done = paceline(tmp_path, "run", script(tmp_path, LOADING), fork="all")
     assert ") in step 3, data wait, for " in done.stderr.splitlines()[-1]
 
 
-def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -> None:
+def test_running_and_interrupted_jobs_are_not_ok(tmp_path: Path) -> None:
     name = script(tmp_path, "import time; open('ready', 'w').close(); time.sleep(60)")
     with Running(tmp_path, "run", "--report", "report.json", name, fork="all") as running_job:
         running_job.wait_for("ready")
@@ -183,7 +183,7 @@ def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -
         ("/dev/full", "--report /dev/full cannot be written: No space left"),
     ],
 )
-def test_a_report_that_cannot_be_written_is_refused_before_the_job(
+def test_unwritable_report_is_refused_before_the_job_starts(
     monkeypatch: pytest.MonkeyPatch, file: str, error: str
 ) -> None:
     monkeypatch.setattr(agent, "run", lambda *_: pytest.fail("started"))
@@ -191,7 +191,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_job(
         agent.launch(Job(["true"], 1, report=file))
 
 
-def test_the_report_of_a_job_that_is_refused_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_report_of_a_refused_job_states_the_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_PRELOAD", "2")
     with pytest.raises(UsageError, match="PACELINE_PRELOAD"):
         agent.launch(Job(["true"], 1, report=str(tmp_path / "report.json")))
@@ -199,7 +199,7 @@ def test_the_report_of_a_job_that_is_refused_says_so(monkeypatch: pytest.MonkeyP
     assert (report["ok"], report["exit_code"]) == (False, 2)
 
 
-def test_a_report_that_cannot_be_written_any_more_is_said_and_not_ok(tmp_path: Path) -> None:
+def test_report_that_became_unwritable_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     said: list[str] = []
     report = JobReport(str(tmp_path / "folder" / "report.json"), said.append)

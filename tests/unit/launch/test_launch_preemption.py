@@ -1,4 +1,4 @@
-"""A signal that asks a job to end: all ranks complete the step under way and save it, and a resume goes on there."""
+"""After a termination signal all ranks finish and save the current step, and a later run resumes there."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def saved_steps(folder: Path) -> list[int]:
     ],
     ids=["computing", "saving"],
 )
-def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_if_undisturbed(
+def test_signal_saves_a_common_step_and_resuming_matches_an_undisturbed_run(
     tmp_path: Path, undisturbed: list[str], number: signal.Signals, target: str, arguments: list[str]
 ) -> None:
     name = script(tmp_path, TRAIN)
@@ -96,7 +96,7 @@ def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_
         assert job.wait() == 99, job.stderr
         assert "Traceback" not in job.stderr
         step = saved_steps(tmp_path)[-1]
-        assert job.stderr.splitlines()[-1] == farewell(number, step)
+        assert job.stderr.splitlines()[-1] == ending_message(number, step)
     assert 0 < step < STEPS
     again = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")
     assert (again.returncode, again.stdout.splitlines()) == (0, [f"from {step}"] * 2), again.stderr
@@ -104,34 +104,32 @@ def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_
 
 
 def stop(job: Running, number: signal.Signals, target: str) -> None:
-    """Send the signal: to the launcher, to the last rank, or to all, the launcher last, as it ends the others."""
+    """Send the signal to the launcher, to the last rank, or to all processes, the launcher last."""
     family = job.family()
     for pid in {"launcher": family[:1], "rank": family[-1:], "all": family[::-1]}[target]:
         os.kill(pid, number)
 
 
-def farewell(number: signal.Signals, step: int) -> str:
+def ending_message(number: signal.Signals, step: int) -> str:
     first = "interrupted" if number == signal.SIGINT else f"terminated by {number.name}"
     return f"{first}, after step {step} was saved"
 
 
 @pytest.mark.parametrize(("number", "target"), [(signal.SIGHUP, "rank"), (signal.SIGINT, "all")])
-def test_each_signal_to_all_processes_to_the_launcher_or_to_one_rank_saves_the_last_step(
-    tmp_path: Path, number: signal.Signals, target: str
-) -> None:
+def test_each_signal_to_any_process_saves_the_last_step(tmp_path: Path, number: signal.Signals, target: str) -> None:
     name = script(tmp_path, TRAIN)
     with Running(tmp_path, "run", "--nproc", "2", name, "slow=loop", fork="all") as job:
         job.wait_for(*READY)
         assert len(job.family()) == 3
         stop(job, number, target)
         assert job.wait() == 128 + number, job.stderr
-        assert job.stderr.splitlines()[-1] == farewell(number, 4)
+        assert job.stderr.splitlines()[-1] == ending_message(number, 4)
         assert "Traceback" not in job.stderr
     assert saved_steps(tmp_path) == [4]
 
 
-def test_a_signal_that_comes_again_at_once_is_the_echo_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """timeout(1) sends it to the command, and then to the whole process group."""
+def test_immediately_repeated_signal_counts_as_an_echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timeout(1) signals the command first and its process group right after."""
     caught = signals.Caught()
     for now, count in ((1.0, 1), (1.4, 1), (1.6, 2)):
         monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda now=now: now))
@@ -164,7 +162,7 @@ for batch in loader:
 
 
 @pytest.mark.slow
-def test_workers_of_the_loader_outlive_a_signal_to_all_processes(tmp_path: Path) -> None:
+def test_dataloader_workers_survive_a_signal_to_all_processes(tmp_path: Path) -> None:
     number = signal.SIGINT
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WORKERS), fork="all") as job:
         job.wait_for(*READY)
@@ -172,18 +170,18 @@ def test_workers_of_the_loader_outlive_a_signal_to_all_processes(tmp_path: Path)
         stop(job, number, "all")
         assert job.wait() == 128 + number, job.stderr
         [step] = saved_steps(tmp_path)
-        assert job.stderr.splitlines()[-1] == farewell(number, step)
+        assert job.stderr.splitlines()[-1] == ending_message(number, step)
         assert "Traceback" not in job.stderr
 
 
-def test_a_second_signal_ends_everything_at_once_and_nothing_is_requeued(tmp_path: Path) -> None:
+def test_second_signal_ends_everything_without_requeueing(tmp_path: Path) -> None:
     arguments = ("--requeue-exit-code", "99", script(tmp_path, TRAIN), "slow=loop", "seconds=600")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for(*READY)
         ranks = job.family()[1:]
         job.process.send_signal(signal.SIGTERM)
         job.wait_for_error("another signal ends them at once")
-        time.sleep(2 * signals.ECHO_S)  # one that comes sooner is taken for an echo
+        time.sleep(2 * signals.ECHO_S)  # anything sooner counts as an echo
         assert len(job.family()) == 3
         job.process.send_signal(signal.SIGTERM)
         gone_after(ranks, 60)
@@ -192,7 +190,7 @@ def test_a_second_signal_ends_everything_at_once_and_nothing_is_requeued(tmp_pat
     assert saved_steps(tmp_path) == []
 
 
-def test_a_step_that_outlasts_the_grace_is_cut_off(tmp_path: Path) -> None:
+def test_step_longer_than_the_grace_period_is_cut_off(tmp_path: Path) -> None:
     arguments = ("--shutdown-timeout", "1", script(tmp_path, TRAIN), "slow=loop", "seconds=600")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for(*READY)
@@ -215,8 +213,8 @@ world = paceline.init()
 )
 
 
-def test_a_script_that_handles_the_signal_itself_is_left_to_do_so(tmp_path: Path) -> None:
-    # Paceline asks for no save. A rank that ends later than the other, and so sees it gone, may save the step before.
+def test_script_with_its_own_handler_is_left_alone(tmp_path: Path) -> None:
+    # Paceline requests no save. The rank that exits later sees its peer disappear and may save the previous step.
     arguments = (script(tmp_path, OWN_HANDLER), "slow=loop", "seconds=600")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for(*READY)
@@ -227,7 +225,7 @@ def test_a_script_that_handles_the_signal_itself_is_left_to_do_so(tmp_path: Path
     assert saved_steps(tmp_path) in ([], [3])
 
 
-def test_one_process_without_a_launcher_saves_its_step_and_a_handler_in_c_is_left_alone(tmp_path: Path) -> None:
+def test_single_process_saves_its_step_and_keeps_a_handler_in_c(tmp_path: Path) -> None:
     registered = TRAIN.replace(
         "world = paceline.init()",
         "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\nworld = paceline.init()",
@@ -278,20 +276,20 @@ else:
     ("kind", "target"),
     [("thread", "launcher"), ("executor", "rank"), ("thread", "no launcher"), ("asyncio", "no launcher")],
 )
-def test_training_in_a_thread_saves_its_last_step_after_a_signal_too(tmp_path: Path, kind: str, target: str) -> None:
-    # Python installs signal handlers only in the main thread, so the signal ended the ranks at once.
+def test_training_in_a_thread_saves_its_last_step_after_a_signal(tmp_path: Path, kind: str, target: str) -> None:
+    # Python installs signal handlers only in the main thread, so the signal ended the ranks immediately.
     name, is_alone = script(tmp_path, IN_A_THREAD), target == "no launcher"
-    number = signal.SIGINT if target == "launcher" else signal.SIGTERM  # which reaches the ranks as SIGTERM
+    number = signal.SIGINT if target == "launcher" else signal.SIGTERM  # the launcher forwards it as SIGTERM
     arguments, program = ((), (name, kind)) if is_alone else (("run", "--nproc", "2", name, kind), ())
     with Running(tmp_path, *arguments, program=program, fork="all") as job:
         job.wait_for(*READY[: 1 if is_alone else 2])
         stop(job, number, "launcher" if is_alone else target)
-        # In a thread without a launcher, SystemExit only ends the thread.
+        # Without a launcher, SystemExit in a thread ends only that thread.
         assert job.wait() == (0 if is_alone and kind == "thread" else 128 + number), job.stderr
         assert "Traceback" not in job.stderr
         (step,) = saved_steps(tmp_path)
         if not is_alone:
-            assert job.stderr.splitlines()[-1] == farewell(number, step)
+            assert job.stderr.splitlines()[-1] == ending_message(number, step)
 
 
 CLOSED_IN_A_THREAD = """
@@ -309,7 +307,7 @@ time.sleep(1000)
 """
 
 
-def test_after_close_in_a_thread_a_signal_ends_the_process_as_usual(tmp_path: Path) -> None:
+def test_signal_after_close_in_a_thread_ends_the_process_as_usual(tmp_path: Path) -> None:
     with Running(tmp_path, program=(script(tmp_path, CLOSED_IN_A_THREAD),), fork="all") as job:
         job.wait_for("ready-0")
         job.process.send_signal(signal.SIGTERM)
@@ -351,9 +349,7 @@ Trainer(model, optimizer, loss, DataLoader(Points(), 8), config, checkpointer=ch
 
 
 @pytest.mark.parametrize("folder", [True, False])
-def test_the_trainer_saves_its_last_step_where_it_has_a_folder_and_says_so_where_not(
-    tmp_path: Path, folder: bool
-) -> None:
+def test_trainer_saves_its_last_step_or_states_that_it_has_no_folder(tmp_path: Path, folder: bool) -> None:
     arguments = ["saved"] if folder else []
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINER), *arguments, fork="all") as job:
         job.wait_for(*READY)
@@ -366,8 +362,8 @@ def test_the_trainer_saves_its_last_step_where_it_has_a_folder_and_says_so_where
         assert saved_steps(tmp_path) == [4]
 
 
-def test_ranks_without_a_gate_ask_each_other_and_save_the_same_step(tmp_path: Path) -> None:
-    # As under torchrun, whose job has no folder; one rank alone gets the signal.
+def test_ranks_without_a_shared_job_folder_agree_on_the_saved_step(tmp_path: Path) -> None:
+    # As under torchrun, which provides no job folder; only one rank receives the signal.
     text = TRAIN.replace("import hashlib, os,", "import os; os.environ['PACELINE_BLACK_BOX'] = ''\nimport hashlib,")
     name = script(tmp_path, text.replace("range(step, 12)", "range(step, 2000)"))
     with Running(tmp_path, "run", "--nproc", "2", name, "slow=loop", fork="all") as job:
@@ -387,8 +383,8 @@ WORKER_DIES = TRAIN.replace("step == 3 and options", "step == 3 and world.rank =
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_on_the_way_to_the_end_of_its_step_costs_that_step_alone(tmp_path: Path) -> None:
-    # As where a batch system ends the DataLoader's workers, too. The others rescue the step before.
+def test_rank_failing_while_it_finishes_its_step_loses_only_that_step(tmp_path: Path) -> None:
+    # For example, if a batch system also ends the DataLoader's workers. The others rescue the previous step.
     arguments = ("--requeue-exit-code", "99", script(tmp_path, WORKER_DIES), "slow=loop")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for("ready-1")

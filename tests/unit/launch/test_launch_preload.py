@@ -1,6 +1,6 @@
-"""Ranks that are forked from a process which has imported torch: they are what a new interpreter would be.
+"""Ranks forked from a process that has imported torch are equivalent to new interpreters.
 
-What a rank finds out about itself is compared with a rank that imports torch itself (``PACELINE_PRELOAD=0``).
+The tests compare them with ranks that import torch themselves (``PACELINE_PRELOAD=0``).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if __name__ == "__main__":
         main=sorted(vars(sys.modules["__main__"])),
         name=[__name__, __file__, __package__, type(__loader__).__name__], cwd=here, umask=os.umask(0o22),
         command=open("/proc/self/cmdline").read(), open=sorted(set(os.listdir("/proc/self/fd")) - {"3"}),
-        signals=[str(signal.getsignal(each)).partition(" at 0x")[0] for each in sorted(signal.valid_signals())],
+        signals=[str(signal.getsignal(number)).partition(" at 0x")[0] for number in sorted(signal.valid_signals())],
         kernel=[line for line in open("/proc/self/status")
                 if line.startswith(("Sig", "Shd")) and "SigQ" not in line],
-        limits=[resource.getrlimit(each) for each in range(10)], cores=sorted(os.sched_getaffinity(0)),
+        limits=[resource.getrlimit(limit) for limit in range(10)], cores=sorted(os.sched_getaffinity(0)),
         group=os.getpgid(0) == os.getsid(0) == os.getpid(),
         streams=[str(sys.stdin), str(sys.stdout), str(sys.stderr)],
         environment={key: os.environ[key] for key in os.environ if key.startswith(("OMP", "PYTHON", "PACELINE_FORK"))},
@@ -61,12 +61,12 @@ if __name__ == "__main__":
 """
 
 
-def told(folder: Path, rank: int, argument: str) -> Any:
+def observed(folder: Path, rank: int, argument: str) -> Any:
     return json.loads((folder / f"rank-{rank}{argument}").read_text().replace(argument, ""))
 
 
 @pytest.mark.slow
-def test_a_forked_rank_is_what_a_new_interpreter_would_be(tmp_path: Path) -> None:
+def test_forked_rank_equals_a_new_interpreter(tmp_path: Path) -> None:
     name = script(tmp_path, SELF)
     for preload, argument in (("1", "by-fork"), ("0", "by-exec")):
         settings = {"PYTHONHASHSEED": "7", "PACELINE_PRELOAD": preload}
@@ -74,22 +74,22 @@ def test_a_forked_rank_is_what_a_new_interpreter_would_be(tmp_path: Path) -> Non
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     chances = []
     for rank in range(2):
-        (forked, by_chance), (fresh, _) = told(tmp_path, rank, "by-fork"), told(tmp_path, rank, "by-exec")
-        forked["threads"][1] = fresh["threads"][1] = 0  # those of OpenBLAS start again when they are needed
+        (forked, by_chance), (fresh, _) = observed(tmp_path, rank, "by-fork"), observed(tmp_path, rank, "by-exec")
+        forked["threads"][1] = fresh["threads"][1] = 0  # OpenBLAS restarts its threads on demand
         assert forked == fresh
         chances.append(by_chance)
     assert all(first != second for first, second in zip(*chances, strict=True))
 
 
 def into_a_pipe() -> None:
-    """Let the output of the launcher, and so that of the fork server, be no file."""
+    """Send the output of the launcher, and so of the fork server, to a pipe."""
     reader, writer = os.pipe()
-    os.dup2(reader, 99)  # open, and never read
+    os.dup2(reader, 99)  # open, but never read
     os.dup2(writer, 1)
 
 
 @pytest.mark.slow
-def test_ranks_are_forked_by_one_process_in_every_life_and_know_the_file_that_they_write_to(tmp_path: Path) -> None:
+def test_one_server_forks_the_ranks_of_every_restart_and_they_know_their_output_file(tmp_path: Path) -> None:
     name = script(
         tmp_path,
         "import torch, os, sys\n"
@@ -101,12 +101,12 @@ def test_ranks_are_forked_by_one_process_in_every_life_and_know_the_file_that_th
         "print(sys.stdout.tell())\n",
     )
     options = ("--nproc", "2", "--max-restarts", "2", "--redirects", "1", "--log-dir", "logs")
-    # numpy's OpenBLAS then has two threads as soon as it is imported; it ends them before a fork.
+    # Importing numpy gives OpenBLAS two threads, which end before a fork.
     done = paceline(tmp_path, "run", *options, name, first=into_a_pipe, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert "failed first (signal SIGKILL" in done.stderr
     assert "starting all ranks again (restart 1 of 2)" in done.stderr
-    # The other may have been on its way out when the launcher ended it.
+    # The other rank may already have been exiting when the launcher ended it.
     second = r"\(exit code 3\)(, after rank [01] had begun to end)?; starting all ranks again \(restart 2 of 2\)"
     assert re.search(second, done.stderr), done.stderr
     parents = {parent for life in range(3) for parent in (tmp_path / f"life-{life}").read_text().split()}
@@ -122,7 +122,7 @@ WAITING = (
 
 
 @pytest.mark.slow
-def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -> None:
+def test_ranks_end_with_the_fork_server_and_the_report_states_it(tmp_path: Path) -> None:
     with Running(tmp_path, "run", "--nproc", "2", "--max-restarts", "0", script(tmp_path, WAITING)) as job:
         job.wait_for("ready-0", "ready-1")
         server = descendants(job.process.pid)[0]
@@ -136,7 +136,7 @@ def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_nobody_outlives_the_launcher_and_signals_to_the_whole_job_do_not_end_the_fork_server(tmp_path: Path) -> None:
+def test_processes_end_with_the_launcher_and_the_fork_server_survives_group_signals(tmp_path: Path) -> None:
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WAITING)) as job:
         job.wait_for("ready-0", "ready-1")
         family = job.family()
@@ -151,7 +151,7 @@ def test_nobody_outlives_the_launcher_and_signals_to_the_whole_job_do_not_end_th
         gone_after(family, 5)
 
 
-def test_ctrl_c_ends_the_launcher_while_torch_is_imported(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_launcher_during_the_torch_import(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     script(tmp_path, "import time\nopen('importing', 'w')\ntime.sleep(60)", "torch/__init__.py")
     with Running(tmp_path, "run", script(tmp_path, "import torch")) as job:
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_the_launcher_while_torch_is_imported(tmp_path: Path) -> Non
         assert not list(filter(alive, family))
 
 
-def test_a_torch_that_cannot_be_imported_is_the_scripts_error(tmp_path: Path) -> None:
+def test_failing_torch_import_is_reported_as_an_error_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     script(tmp_path, "raise ImportError('half installed')", "torch/__init__.py")
     done = paceline(tmp_path, "run", script(tmp_path, "import sys\nprint('begun')\nimport torch"))
@@ -175,7 +175,7 @@ def test_a_torch_that_cannot_be_imported_is_the_scripts_error(tmp_path: Path) ->
     assert last == "error: rank 0 failed first (exit code 1: ImportError: half installed)"
 
 
-def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path) -> None:
+def test_multithreaded_process_does_not_fork(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     text = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     script(tmp_path, text, "torch/__init__.py")
@@ -194,7 +194,7 @@ def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path) -> None:
         ("from mine import main\nmain()", ("torch", "torch._dynamo")),
     ],
 )
-def test_modules_that_the_script_will_need_are_imported(text: str, modules: tuple[str, ...]) -> None:
+def test_modules_needed_by_the_script_are_imported(text: str, modules: tuple[str, ...]) -> None:
     assert fork_client.decide([sys.executable, "-u", "-c", text]).modules == modules
 
 
@@ -210,7 +210,7 @@ def test_modules_that_the_script_will_need_are_imported(text: str, modules: tupl
         ("os.environ.update(\n    {'A': '1',\n     'OMP_NUM_THREADS': '1'}\n)", "OMP_NUM_THREADS"),
         ("os.environ |= {'KMP_BLOCKTIME': '0'}", "KMP_BLOCKTIME"),
         ("{name: value for name, value in os.environ.items() if name.startswith(('OMP_', 'X'))}; x = 1", None),
-        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", None),  # read later, when the device is used
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", None),  # read later, at first use of the device
         ("os.environ['TORCH_NCCL_BLOCKING_WAIT'] = '1'", None),
         ("if os.environ.get('TORCH_LOGS') == os.getenv('TORCH_LOGS'): pass", None),
         ("start = int(os.environ['TORCHELASTIC_RESTART_COUNT'])", None),
@@ -221,7 +221,7 @@ def test_modules_that_the_script_will_need_are_imported(text: str, modules: tupl
         ("os.environ.update(  # (see below)\n    # one\n    OMP_NUM_THREADS = '1')", "OMP_NUM_THREADS"),
     ],
 )
-def test_a_script_that_sets_what_torch_reads_at_its_import_imports_it_itself(line: str, name: str | None) -> None:
+def test_script_that_configures_the_torch_import_imports_it_itself(line: str, name: str | None) -> None:
     text = f"import os\n{line}\nimport torch"
     decided = fork_client.decide([sys.executable, "-u", "-c", text])
     assert bool(decided.modules) == (name is None)
@@ -238,11 +238,11 @@ def test_a_script_that_sets_what_torch_reads_at_its_import_imports_it_itself(lin
         [sys.executable, "-u"],
     ],
 )
-def test_other_programs_are_started_as_they_are(command: list[str]) -> None:
+def test_other_programs_start_without_preloading(command: list[str]) -> None:
     assert fork_client.decide(command) == fork_client.Preloading()
 
 
-def test_the_environment_turns_it_off_for_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_disables_preloading_for_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     command = module_command("paceline.tools", "recipes.digits")
     assert fork_client.decide(command).modules == ("torch", "torch._dynamo", *fork_client.LIBRARY)
     monkeypatch.setenv(fork_client.SETTING, "0")
@@ -255,7 +255,7 @@ def test_the_environment_turns_it_off_for_every_command(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("first", "path"), [("-m", [os.getcwd()]), ("-c", [""]), (__file__, [os.path.dirname(__file__)])]
 )
-def test_modules_are_imported_with_the_scripts_neighbours_in_front(
+def test_imports_search_the_folder_of_the_script_first(
     monkeypatch: pytest.MonkeyPatch, first: str, path: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [first])
@@ -270,14 +270,14 @@ def connected_to(descriptor: int) -> Iterator[ForkServer]:
 
 
 def with_an_unread_message() -> int:
-    """A connection to a process that has ended before it read a message."""
+    """Return a connection to a process that ended before reading its message."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.send(b"not read")
     theirs.close()
     return ours.detach()
 
 
-def test_a_fork_server_that_ends_with_unread_messages_is_no_error_of_the_launcher() -> None:
+def test_fork_server_exit_with_unread_messages_is_not_a_launcher_error() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, connected_to(os.dup(ours.fileno())) as server:
         theirs.send(b'{"pid": 7, "code": 0}')
@@ -292,7 +292,7 @@ def test_a_fork_server_that_ends_with_unread_messages_is_no_error_of_the_launche
         server.fork({}, None, None)
 
 
-def test_a_launcher_with_many_open_files_hears_the_fork_server() -> None:
+def test_launcher_with_many_open_files_receives_fork_server_messages() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1100:
         pytest.skip("this process may not open as many")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""How a rank of ours ends, alone and under the launcher."""
+"""How a rank ends, alone and under the launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.launch import failure_record
 from processes import paceline, script
 
 
-def test_a_record_is_read_as_it_was_written_and_torchs_own_is_understood(tmp_path: Path) -> None:
+def test_record_round_trip_and_torch_error_files(tmp_path: Path) -> None:
     path = str(tmp_path / "error.json")
     note = failure_record.Record("ValueError: x", "Traceback …", 1234.5, usage=True)
     failure_record.write(path, note)
@@ -27,7 +27,7 @@ def test_a_record_is_read_as_it_was_written_and_torchs_own_is_understood(tmp_pat
 
 
 def through(*errors: BaseException) -> BaseException:
-    """The last of `errors`, each raised while the one before was handled."""
+    """Return the last of `errors`, each raised while handling its predecessor."""
     last: BaseException | None = None
     for error in errors:
         error.__context__ = last
@@ -58,10 +58,10 @@ CONSEQUENCES = {
 
 
 @pytest.mark.parametrize(("error", "blamed"), CONSEQUENCES.values(), ids=CONSEQUENCES)
-def test_a_consequence_is_known_by_its_class_not_by_its_words(
+def test_consequences_are_recognized_by_class(
     error: BaseException, blamed: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
-    # Our own messages did not match the patterns, so ranks that lost a peer were blamed for its death.
+    # Paceline's own messages did not match the patterns, so ranks that lost a peer were blamed for its death.
     path = str(tmp_path / "error.json")
     failure_record.write(path, failure_record.of(error))
     note = failure_record.read(path)
@@ -69,12 +69,12 @@ def test_a_consequence_is_known_by_its_class_not_by_its_words(
     assert note.blamed == blamed
 
 
-def test_a_consequence_is_nobodys_mistake_of_usage() -> None:
-    # main_first raises a WorldError, which is a UsageError, on the ranks that waited: rank 0's own error was hidden.
+def test_consequence_is_never_a_usage_error() -> None:
+    # On waiting ranks main_first raises a WorldError, which is a UsageError; it hid the error of rank 0.
     assert not failure_record.of(WorldError("the block failed on rank 0").because_of([0])).usage
 
 
-def test_a_half_written_record_is_none_and_a_full_disk_hides_no_error(tmp_path: Path) -> None:
+def test_truncated_records_are_ignored_and_a_full_disk_hides_no_error(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     assert failure_record.read(str(path)) is None
     for text in ("", '{"message": {"mess', "[]", "{}", '{"message": {}}'):
@@ -108,8 +108,8 @@ checkpointer.close()
 
 
 @pytest.mark.slow
-def test_the_step_is_the_jobs_after_restarts_with_two_optimizers_in_a_turn(tmp_path: Path) -> None:
-    # It was counted from 1 in each start, and twice a turn; with torch's wrapper it was always 1.
+def test_step_counts_across_restarts_and_alternating_optimizers(tmp_path: Path) -> None:
+    # It restarted from 1, and counted twice for two optimizers; with torch's wrapper it was always 1.
     done = paceline(tmp_path, "run", "--nproc", "2", "--report", "report.json", script(tmp_path, TURNS), fork="all")
     assert done.returncode == 0, done.stderr
     failures = json.loads((tmp_path / "report.json").read_text())["failures"]

@@ -1,4 +1,4 @@
-"""When ranks are started again: counted while nothing is gained, told by records that outlive the ranks."""
+"""Restart decisions: restarts without progress are limited; progress is read from records that outlive the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "0123456789abcdef"
 
 
 def start(job: Path, completed: Sequence[int], restored: int = 0, ended: bool = False, redone: int = 0) -> None:
-    """Leave the records of ranks that completed these steps."""
+    """Write the records of ranks that completed these steps."""
     folder = job / STEPS / KEY
     folder.mkdir(parents=True, exist_ok=True)
     for rank, step in enumerate(completed):
@@ -33,7 +33,7 @@ def start(job: Path, completed: Sequence[int], restored: int = 0, ended: bool = 
             record.has_ended = True
 
 
-def test_ranks_that_do_not_tell_their_steps_are_started_again_only_if_the_user_says_so(tmp_path: Path) -> None:
+def test_ranks_without_step_records_restart_only_on_request(tmp_path: Path) -> None:
     assert Restarts(tmp_path, None).decide(Cause()) is None
     restarts = Restarts(tmp_path, 2)
     assert restarts.decide(Cause()) == "starting all ranks again (restart 1 of 2)"
@@ -42,7 +42,7 @@ def test_ranks_that_do_not_tell_their_steps_are_started_again_only_if_the_user_s
     assert restarts.count == 2
 
 
-def test_by_default_a_start_without_progress_is_repeated_three_times(tmp_path: Path) -> None:
+def test_default_limit_is_three_restarts_without_progress(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, None)
     start(tmp_path, [5, 4])
     decided = []
@@ -55,13 +55,13 @@ def test_by_default_a_start_without_progress_is_repeated_three_times(tmp_path: P
     assert decided[0] == f"{again} (restart 1)"
 
 
-def test_progress_sets_the_count_back_and_only_steps_that_are_new_are_progress(tmp_path: Path) -> None:
+def test_only_new_steps_reset_the_restart_count(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, 1)
     for number in range(1, 6):
         start(tmp_path, [number, number - 1], restored=number - 1)
         assert str(restarts.decide(Cause())).endswith(f"(restart {number})")
         restarts.begin()
-    # From the beginning to the same step, again and again: each start completes steps, and nothing is gained.
+    # Each start completes the same steps from the beginning, which gains no progress.
     for _ in range(2):
         start(tmp_path, [5, 5])
         decided = restarts.decide(Cause())
@@ -69,7 +69,7 @@ def test_progress_sets_the_count_back_and_only_steps_that_are_new_are_progress(t
     assert decided is None
 
 
-def test_the_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
+def test_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
     mistake, other = Cause("ValueError: x\nscript.py, line 7"), Cause("ValueError: y\nscript.py, line 7")
     restarts = Restarts(tmp_path, 9)
     decided = []
@@ -94,50 +94,50 @@ NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
 @pytest.mark.parametrize(
     ("failure", "past", "limit", "expected"),
     [
-        # An error of a rank before any step of the job.
+        # A rank's error before the first step of the job.
         (Failure(WRONG, [NEW]), NOTHING, None, Verdict.MISTAKE),
-        (Failure(WRONG, [NEW], LONG), NOTHING, 9, Verdict.MISTAKE),  # a Checkpointer knows for sure
+        (Failure(WRONG, [NEW], LONG), NOTHING, 9, Verdict.MISTAKE),  # the Checkpointer confirms it
         (Failure(WRONG, [MADE]), NOTHING, None, Verdict.MISTAKE),
-        (Failure(WRONG, [replace(MADE, has_saved=True)]), NOTHING, None, Verdict.RESTART),  # it only saves
-        (Failure(WRONG, [MADE], LONG), NOTHING, None, Verdict.RESTART),  # it may only save(), with torch's wrapper
+        (Failure(WRONG, [replace(MADE, has_saved=True)]), NOTHING, None, Verdict.RESTART),  # only saves
+        (Failure(WRONG, [MADE], LONG), NOTHING, None, Verdict.RESTART),  # with torch's wrapper, it may only save()
         (Failure(Cause("E", step=0)), NOTHING, 9, Verdict.MISTAKE),
         (Failure(Cause("E", step=0), (), LONG), NOTHING, 9, Verdict.RESTART),  # a loop without an optimizer
         (Failure(Cause("E", step=4)), NOTHING, 9, Verdict.RESTART),
         (Failure(Cause("E", step=4), [NEW]), NOTHING, 9, Verdict.RESTART),
         (Failure(BARE), NOTHING, None, Verdict.MISTAKE),
-        (Failure(BARE, (), LONG), NOTHING, 9, Verdict.RESTART),  # its training may have ended
-        (Failure(WRONG), NOTHING, 9, Verdict.RESTART),  # torch's wrapper alone: nobody knows
+        (Failure(BARE, (), LONG), NOTHING, 9, Verdict.RESTART),  # training may have finished
+        (Failure(WRONG), NOTHING, 9, Verdict.RESTART),  # torch's wrapper alone: unknown
         (Failure(WRONG), NOTHING, None, Verdict.OVER),
         (Failure(WRONG, [FIVE]), NOTHING, None, Verdict.RESTART),
-        (Failure(WRONG, [Reached("a", 5, 5, has_begun=True)]), NOTHING, None, Verdict.RESTART),  # it was resumed
-        (Failure(WRONG, [NEW]), AFTER_FIVE, None, Verdict.RESTART),  # nothing was saved, but steps were made
+        (Failure(WRONG, [Reached("a", 5, 5, has_begun=True)]), NOTHING, None, Verdict.RESTART),  # resumed
+        (Failure(WRONG, [NEW]), AFTER_FIVE, None, Verdict.RESTART),  # made steps but saved none
         (Failure(BARE), Past().with_one_more(Failure(Cause(is_kill=True, step=2))), 9, Verdict.RESTART),
         (Failure(FULL, [NEW]), NOTHING, None, Verdict.RESTART),
         (Failure(FULL), NOTHING, 9, Verdict.RESTART),
-        (Failure(LEFT, [NEW]), NOTHING, None, Verdict.RESTART),  # because of another rank, or sys.exit
-        # A rank that is killed then.
+        (Failure(LEFT, [NEW]), NOTHING, None, Verdict.RESTART),  # caused by another rank or sys.exit
+        # A rank killed meanwhile.
         (Failure(KILLED), NOTHING, None, Verdict.RESTART),
         (Failure(KILLED), NOTHING, 0, Verdict.IN_VAIN),
         (Failure(KILLED, (), LONG), NOTHING, None, Verdict.OVER),
         (Failure(KILLED, (), LONG), NOTHING, 2, Verdict.RESTART),
         (Failure(Cause(is_kill=True, step=3)), NOTHING, None, Verdict.OVER),
         (Failure(KILLED, [NEW], LONG), NOTHING, None, Verdict.RESTART),
-        # The same error again.
+        # The same error twice.
         (Failure(WRONG, [FIVE]), Past({"a": 5}, 0, ("ValueError", 5)), None, Verdict.REPEATED),
         (Failure(FULL, [FIVE]), Past({"a": 5}, 0, ("OSError", 5)), 9, Verdict.REPEATED),
         (Failure(WRONG, [SIX]), Past({"a": 5}, 0, ("ValueError", 5)), None, Verdict.RESTART),
         (Failure(WRONG), Past({}, 1, ("ValueError", None)), 9, Verdict.REPEATED),
-        (Failure(FULL), Past({}, 1, Failure(FULL).error), 9, Verdict.RESTART),  # perhaps many steps later
+        (Failure(FULL), Past({}, 1, Failure(FULL).error), 9, Verdict.RESTART),  # possibly many steps later
         (Failure(Cause("E", step=7)), Past({}, 1, ("E", 7)), 9, Verdict.REPEATED),
         (Failure(Cause("E", step=8)), Past({}, 1, ("E", 7)), 9, Verdict.RESTART),
         (Failure(LEFT), Past({}, 1, None), 9, Verdict.RESTART),
-        # Starts that gain nothing.
+        # Starts without progress.
         (Failure(LEFT, [FIVE]), Past({"a": 5}, LIMIT), None, Verdict.IN_VAIN),
         (Failure(LEFT, [SIX]), Past({"a": 5}, LIMIT), None, Verdict.RESTART),
         (Failure(LEFT, [SIX]), Past({"a": 5}, 0), 0, Verdict.IN_VAIN),
         (Failure(LEFT, [NEW_FOLDER]), Past({"a": 5}, LIMIT - 1), None, Verdict.IN_VAIN),
         (Failure(LEFT, [replace(NEW_FOLDER, completed=6)]), Past({"a": 5}, LIMIT - 1), None, Verdict.RESTART),
-        (Failure(LEFT, [NEW_FOLDER]), Past({"a": 9, "b": 4}, LIMIT - 1), None, Verdict.RESTART),  # both folders go on
+        (Failure(LEFT, [NEW_FOLDER]), Past({"a": 9, "b": 4}, LIMIT - 1), None, Verdict.RESTART),  # both folders advance
         (
             Failure(LEFT, [NEW_FOLDER, replace(FIVE, completed=9)]),
             Past({"a": 9}, LIMIT),
@@ -147,25 +147,25 @@ NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
         (Failure(LEFT, [FIVE]), Past({"a": 5}, 1), 2, Verdict.IN_VAIN),
         (Failure(LEFT, [NEW]), Past({}, LIMIT - 1), None, Verdict.RESTART),
         (Failure(WRONG, [NEW_FOLDER]), Past({"a": 5}, 0, ("ValueError", 5)), None, Verdict.REPEATED),
-        (Failure(LEFT), AFTER_FIVE, None, Verdict.RESTART),  # it did not come to its Checkpointer again
+        (Failure(LEFT), AFTER_FIVE, None, Verdict.RESTART),  # it did not reach its Checkpointer again
         (Failure(LEFT, [DONE]), NOTHING, None, Verdict.OVER),
         (Failure(LEFT, [DONE]), NOTHING, 1, Verdict.RESTART),
     ],
 )
-def test_what_follows_from_a_failure(failure: Failure, past: Past, limit: int | None, expected: Verdict) -> None:
+def test_verdict_of_a_failure(failure: Failure, past: Past, limit: int | None, expected: Verdict) -> None:
     assert verdict(failure, past, limit) is expected
 
 
 @pytest.mark.parametrize(("limit", "made", "said"), [(None, True, True), (None, False, False), (2, False, True)])
-def test_why_there_is_no_restart_is_said_only_if_there_could_be_one(
+def test_missing_restart_is_explained_only_if_one_was_possible(
     tmp_path: Path, limit: int | None, made: bool, said: bool
 ) -> None:
     restarts = Restarts(tmp_path, limit)
     if made:
         start(tmp_path, [0, 0])
     assert restarts.decide(BARE) is None
-    told = "an exception before the first step is the script's fault: the ranks are not started again"
-    assert restarts.refusal == (told if said else None)
+    reason = "an exception before the first step is the script's fault: the ranks are not started again"
+    assert restarts.refusal == (reason if said else None)
 
 
 def traceback_of(message: str, line: int = 7, kind: str = "RuntimeError") -> Record:
@@ -174,8 +174,8 @@ def traceback_of(message: str, line: int = 7, kind: str = "RuntimeError") -> Rec
     return Record(text, trace, 5.0)
 
 
-def test_errors_are_the_same_if_class_and_place_are() -> None:
-    # An error that named a process or an address was retried to the limit.
+def test_errors_with_equal_class_and_place_are_the_same() -> None:
+    # An error that mentioned a process ID or an address was retried up to the limit.
     first = identity(traceback_of("worker (pid 811) is late"))
     assert identity(traceback_of("worker (pid 20944) is late")) == first
     assert identity(traceback_of("worker (pid 811) is late", line=8)) != first
@@ -183,7 +183,7 @@ def test_errors_are_the_same_if_class_and_place_are() -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """Called as torch's."""
+    """Has the name of torch's class."""
 
 
 def raised_from(error: Exception, origin: BaseException) -> Exception:
@@ -213,12 +213,12 @@ def raised_from(error: Exception, origin: BaseException) -> Exception:
         (raised_from(RuntimeError("no data"), KeyError("x")), False),
     ],
 )
-def test_an_error_of_the_host_a_device_or_the_network_may_pass(error: Exception, expected: bool) -> None:
+def test_errors_of_host_device_or_network_may_be_temporary(error: Exception, expected: bool) -> None:
     assert may_pass(error) is expected
 
 
-def test_of_two_ranks_that_may_be_wrong_none_is_to_blame(tmp_path: Path) -> None:
-    """The one that was faster to raise was once left out, and the job went on alone on the other, maybe wrong one."""
+def test_neither_of_two_suspect_ranks_is_blamed(tmp_path: Path) -> None:
+    """The rank that raised first was excluded, and the job continued on the other, possibly faulty one."""
     for ranks, expected in (((1,), False), ((0, 1), True)):
         record = failure_record.of(WrongComputation("x", ranks))
         failure_record.write(str(tmp_path / "record"), record)
@@ -247,13 +247,13 @@ LOST = Record("CommunicationError: rank 0 ended", "script.py, line 9", 4.0, blam
         ([End(0, 1, 6.0, record=RAISED, state=State(0))], Cause(identity(RAISED), step=0)),
         ([End(0, 1, 6.0, record=replace(RAISED, has_optimizer=False))], Cause(identity(RAISED), has_optimizer=False)),
         ([End(1, 1, 5.0, record=LOST)], Cause()),
-        # It kept the other waiting, and was ended for that.
+        # It blocked the other rank and was ended for that.
         ([End(1, 1, 5.0, record=LOST), End(0, -15, 6.0, stopped=True)], Cause(rank=0)),
         ([End(0, 3, 6.0)], Cause(rank=0)),
         ([], Cause()),
     ],
 )
-def test_the_cause_is_the_first_ranks_own_error(ends: list[End], expected: Cause) -> None:
+def test_cause_is_the_first_error_of_the_rank_itself(ends: list[End], expected: Cause) -> None:
     assert cause(ends) == expected
 
 
@@ -261,17 +261,17 @@ def test_the_cause_is_the_first_ranks_own_error(ends: list[End], expected: Cause
     ("rescued", "on_disk", "said"),
     [
         ([7], [5], " from step 7, which is in memory"),
-        ([], [5, 7], " from step 7, which is on disk"),  # where the rescue went, as memory was full
+        ([], [5, 7], " from step 7, which is on disk"),  # rescued to disk, as memory was full
         ([7], [7], " from step 7, which is on disk"),
         ([3], [5], " from step 5, which is on disk, 2 steps back, because no rank could save step 7"),
         ([6], [5], " from step 6, which is in memory, 1 step back, because no rank could save step 7"),
         ([], [], " from the beginning, 7 steps back, because no rank could save step 7"),
     ],
 )
-def test_a_restart_says_which_step_its_ranks_will_find(
+def test_restart_message_names_the_step_to_resume(
     tmp_path: Path, rescued: list[int], on_disk: list[int], said: str
 ) -> None:
-    # With 1 MiB of /dev/shm the message said a step in memory, and the run went on from one on disk.
+    # With 1 MiB of /dev/shm the message named a step in memory, but the run resumed from an older one on disk.
     start(tmp_path, [7, 6])
     for folder, steps in ((tmp_path / RESCUE / KEY, rescued), (tmp_path / "checkpoints", on_disk)):
         for step in steps:
@@ -279,7 +279,7 @@ def test_a_restart_says_which_step_its_ranks_will_find(
     assert Restarts(tmp_path, None).decide(Cause()) == f"starting all ranks again{said} (restart 1)"
 
 
-def test_a_record_finds_room_when_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_can_be_written_when_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / SPARE).mkdir()
     record_path(tmp_path / SPARE, 0).write_bytes(bytes(4096))
     write = os.write
@@ -292,18 +292,18 @@ def test_a_record_finds_room_when_memory_is_full(tmp_path: Path, monkeypatch: py
     restarts = Restarts(tmp_path, None)
     monkeypatch.setattr("paceline.core.step_progress.os.write", full)
     start(tmp_path, [1])
-    for step in range(2, 5):  # each start has the page of the one before the last
+    for step in range(2, 5):  # each start reuses the page of the start before last
         restarts.begin()
         if step == 2:
             with pytest.raises(OSError, match="full"):
                 start(tmp_path, [step])
             record_path(tmp_path / SPARE, 0).write_bytes(bytes(4096))
         start(tmp_path, [step])
-        assert [each.completed for each in restarts.reached()] == [step]
+        assert [record.completed for record in restarts.reached()] == [step]
         assert [record.completed for record in records_in(tmp_path / BEFORE / KEY)] == [step - 1]
 
 
-def test_a_job_that_was_to_save_and_has_saved_nothing_is_known(tmp_path: Path) -> None:
+def test_job_that_should_save_but_never_did_is_detected(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, 5)
     start(tmp_path, [5, 5], ended=True)
     assert restarts.unsaved() is None
@@ -317,24 +317,24 @@ def test_a_job_that_was_to_save_and_has_saved_nothing_is_known(tmp_path: Path) -
     assert restarts.unsaved() is None
 
 
-def test_the_records_of_the_start_before_are_kept_for_the_next_one(tmp_path: Path) -> None:
+def test_records_of_the_previous_start_are_kept_for_the_next(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, None)
     start(tmp_path, [7, 6], redone=2)
     restarts.begin()
     assert [record.completed for record in records_in(tmp_path / BEFORE / KEY)] == [7, 6]
     assert [record.redone for record in records_in(tmp_path / BEFORE / KEY)] == [2, 2]
     assert restarts.reached() == []
-    restarts.begin()  # a start that failed before it had a record changes nothing
+    restarts.begin()  # a start that failed before writing a record changes nothing
     assert [record.completed for record in records_in(tmp_path / BEFORE / KEY)] == [7, 6]
 
 
-def test_nobody_waits_for_a_rescue_that_is_done_or_impossible(tmp_path: Path) -> None:
+def test_no_wait_for_a_finished_or_impossible_rescue(tmp_path: Path) -> None:
     looks: list[float] = []
     restarts = Restarts(tmp_path, None)
     restarts.wait_for_rescue(lambda: [0], looks.append, list)  # no records
     start(tmp_path, [7, 6])
     restarts.wait_for_rescue(list, looks.append, list)  # no rank is left
-    Restarts(tmp_path, 0).wait_for_rescue(lambda: [0], looks.append, list)  # nothing will be started again
+    Restarts(tmp_path, 0).wait_for_rescue(lambda: [0], looks.append, list)  # no restart will follow
     assert looks == []
 
     def save(seconds: float) -> None:
@@ -346,13 +346,13 @@ def test_nobody_waits_for_a_rescue_that_is_done_or_impossible(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("broken", [b"", b"x" * 4096])
-def test_a_record_that_is_damaged_is_left_out(broken: bytes, tmp_path: Path) -> None:
+def test_damaged_record_is_ignored(broken: bytes, tmp_path: Path) -> None:
     start(tmp_path, [7, 6])
     record_path(tmp_path / STEPS / KEY, 1).write_bytes(broken)
     assert [record.completed for record in records_in(tmp_path / STEPS / KEY)] == [7]
 
 
-def test_a_record_keeps_the_wishes_of_two_steps_because_a_rank_may_be_one_ahead(tmp_path: Path) -> None:
+def test_record_keeps_the_requests_of_two_steps(tmp_path: Path) -> None:
     record = StepRecord(record_path(tmp_path, 0), make=True)
     seen = StepRecord(record_path(tmp_path, 0))
     record.prepare(4, 1)
@@ -361,7 +361,7 @@ def test_a_record_keeps_the_wishes_of_two_steps_because_a_rank_may_be_one_ahead(
     assert seen.pid == os.getpid()
 
 
-def test_ranks_share_a_job_only_if_all_are_on_its_host(tmp_path: Path) -> None:
+def test_ranks_share_a_job_only_on_the_same_host(tmp_path: Path) -> None:
     here = {"PACELINE_BLACK_BOX": str(tmp_path), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     assert job_folder(here) == tmp_path
     assert job_folder(here | {"WORLD_SIZE": "4"}) is None

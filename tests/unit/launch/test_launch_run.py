@@ -1,4 +1,4 @@
-"""``paceline run``: what ranks get, and what a failed run says. Scripts avoid torch where they can, for speed."""
+"""``paceline run``: the environment of ranks, and failure reports. For speed, scripts avoid torch where possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_get_torchruns_environment_and_the_arguments_verbatim(tmp_path: Path) -> None:
+def test_ranks_receive_the_torchrun_environment_and_verbatim_arguments(tmp_path: Path) -> None:
     name = script(
         tmp_path,
         "import json, os, sys\n"
@@ -36,7 +36,7 @@ def test_ranks_get_torchruns_environment_and_the_arguments_verbatim(tmp_path: Pa
     extra = ["--help", "--nproc", "7", "--", "a b", "a$$b${local_rank}", "-x"]
     done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", name, *extra, PYTHONPATH="/nowhere")
     assert (done.returncode, done.stdout) == (0, "")
-    # `paceline run train.py --nproc 2` trained on one rank, in silence.
+    # `paceline run train.py --nproc 2` silently trained on one rank.
     assert done.stderr == (
         "warning: --nproc 7 after the script's name is passed to the script; to give it to paceline run, write: "
         "paceline run --nproc 7 … script.py\n"
@@ -66,12 +66,12 @@ def test_ranks_get_torchruns_environment_and_the_arguments_verbatim(tmp_path: Pa
         assert (module, os.path.basename(file)) == ("__main__", name)
 
 
-def test_the_cause_is_named_with_its_traceback_not_the_peer_that_lost_its_connection(tmp_path: Path) -> None:
+def test_report_names_the_cause_instead_of_the_disconnected_peer(tmp_path: Path) -> None:
     name = script(tmp_path, ALL_REDUCE)
     done = paceline(tmp_path, "run", "--nproc", "2", name, "fail", fork="all")
     assert done.returncode == 2
     shown, _, head = done.stderr.partition("error: ")
-    # Without an exit code if the rank was still on its way out when the launcher ended it, on a busy machine.
+    # On a busy machine the launcher may end the rank while it exits; the exit code is then missing.
     assert head.replace("exit code 1: ", "") == "rank 1 failed first (ValueError: the data is wrong)\n"
     assert '  rank 1 |     raise ValueError("the data is wrong")' in shown.splitlines()
     assert "rank 0 also failed" not in shown
@@ -79,7 +79,7 @@ def test_the_cause_is_named_with_its_traceback_not_the_peer_that_lost_its_connec
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["[3.0, 3.0, 3.0, 3.0]"] * 2
 
 
-def test_a_signal_is_named(tmp_path: Path) -> None:
+def test_fatal_signal_is_named(tmp_path: Path) -> None:
     name = script(
         tmp_path,
         "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)\n",
@@ -89,7 +89,7 @@ def test_a_signal_is_named(tmp_path: Path) -> None:
     assert done.stderr == "rank 0 was stopped because of rank 1\nerror: rank 1 failed first (signal SIGSEGV)\n"
 
 
-def test_a_restart_gets_a_fresh_store_and_can_succeed(tmp_path: Path) -> None:
+def test_restart_gets_a_fresh_store_and_can_succeed(tmp_path: Path) -> None:
     name = script(
         tmp_path,
         "import os, sys\n"
@@ -108,7 +108,7 @@ def test_a_restart_gets_a_fresh_store_and_can_succeed(tmp_path: Path) -> None:
     assert port != new_port
 
 
-def test_two_jobs_at_once_do_not_meet_though_they_are_given_one_name_and_one_port(tmp_path: Path) -> None:
+def test_concurrent_jobs_with_equal_name_and_port_stay_separate(tmp_path: Path) -> None:
     text = """
         import os, sys, time
         from torch.distributed import TCPStore
@@ -116,9 +116,9 @@ def test_two_jobs_at_once_do_not_meet_though_they_are_given_one_name_and_one_por
         job, rank = sys.argv[1], os.environ["RANK"]
         store.set("rank " + rank, job)
         open(f"{job}-{rank}", "w").close()
-        while not all(os.path.exists(f"{each}-{rank}") for each in ("one", "other")):
+        while not all(os.path.exists(f"{name}-{rank}") for name in ("one", "other")):
             time.sleep(0.01)
-        sys.exit(any(store.get(f"rank {each}").decode() != job for each in range(2)))
+        sys.exit(any(store.get(f"rank {peer}").decode() != job for peer in range(2)))
     """
     name = script(tmp_path, dedent(text))
     given = ("run", "--nproc", "2", "--rdzv-id", "job", "--master-port", "29500", name)
@@ -126,7 +126,7 @@ def test_two_jobs_at_once_do_not_meet_though_they_are_given_one_name_and_one_por
         assert (one.wait(), other.wait()) == (0, 0)
 
 
-def test_a_module_runs_with_the_users_own_sitecustomize_and_another_program_with_the_users_own_settings(
+def test_user_sitecustomize_and_environment_variables_are_respected(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "site").mkdir()
@@ -136,14 +136,14 @@ def test_a_module_runs_with_the_users_own_sitecustomize_and_another_program_with
     done = paceline(tmp_path, "run", "-m", "hello_ranks", "--now", PYTHONPATH=str(tmp_path / "site"))
     assert done.stdout == "module mine ['--now']\n", done.stderr
     assert "rank 0 | OSError: still recorded" in done.stderr
-    own = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth7"}  # win
+    variables = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth7"}  # take precedence
     command = "echo shell $RANK $OMP_NUM_THREADS $GLOO_SOCKET_IFNAME"
-    done = paceline(tmp_path, "run", "--no-python", "sh", "-c", command, **own)
+    done = paceline(tmp_path, "run", "--no-python", "sh", "-c", command, **variables)
     assert (done.returncode, done.stdout) == (0, "shell 0 3 eth7\n"), done.stderr
 
 
 @pytest.mark.parametrize("environment", [{}, {"PYTHONSAFEPATH": "1"}])
-def test_a_module_of_the_package_imports_from_pythonpath_but_not_from_the_working_folder(
+def test_module_imports_from_pythonpath_but_not_the_working_directory(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     for name in ("random", "runpy", "pkgutil", "typing"):
@@ -155,13 +155,13 @@ def test_a_module_of_the_package_imports_from_pythonpath_but_not_from_the_workin
     assert done.stdout == "__main__ ['a']\n", done.stderr
 
 
-def test_tee_shows_and_keeps_the_output_by_rank(tmp_path: Path) -> None:
+def test_tee_prints_and_stores_the_output_of_each_rank(tmp_path: Path) -> None:
     name = script(
         tmp_path, "import os, sys\nfor file in sys.stdout, sys.stderr: print('of', os.environ['RANK'], file=file)"
     )
     done = paceline(tmp_path, "run", "--nproc", "2", "--tee", "3", "--role", "rider", name, fork="all")
     assert sorted(done.stdout.splitlines()) == ["[rider0]:of 0", "[rider1]:of 1"]
-    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}> "}  # torch 2.15 has an option for it, too
+    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}> "}  # torch 2.15 also has an option for it
     options = ("--redirects", "1", "--tee", "2", "--log-dir", "logs")
     done = paceline(tmp_path, "run", "--nproc", "2", *options, name, fork="all", **template)
     assert (done.stdout, sorted(done.stderr.splitlines())) == ("", ["<0> of 0", "<1> of 1"])

@@ -1,4 +1,4 @@
-"""What the failure report says besides how ranks ended: their step and phase, and all of it as JSON."""
+"""The rest of the failure report: step and phase of each rank, and the JSON form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def snapshot(phase: str, since: float, bucket: int | None = None, raised: Raised
 
 LEFT_FORWARD = snapshot("loop", 9.0, raised=Raised("forward", None, 8.5, 9.0))
 
-# What a box says, when it is asked about, whether its rank may have raised; and the state.
+# The box of a rank, the time of the failure, whether the rank may have raised, and the resulting state.
 STATES = {
     "killed in backward": (snapshot("backward", 9.0), 9.25, False, State(40, "backward", 0.25)),
     "waits for a bucket": (snapshot("bucket wait", 9.0, 3), 10.0, True, State(40, "bucket wait", 1.0, 3)),
@@ -32,7 +32,9 @@ STATES = {
 
 
 @pytest.mark.parametrize(("box", "moment", "raised", "expected"), STATES.values(), ids=STATES)
-def test_the_state_is_that_of_the_moment(box: Snapshot | None, moment: float, raised: bool, expected: State) -> None:
+def test_state_matches_the_moment_of_the_failure(
+    box: Snapshot | None, moment: float, raised: bool, expected: State
+) -> None:
     assert state_of(box, moment, raised) == expected
 
 
@@ -47,12 +49,12 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize(("state", "text"), MOMENTS.items(), ids=MOMENTS.values())
-def test_the_headline_says_where_the_first_rank_failed(state: State, text: str) -> None:
+def test_headline_states_the_step_and_phase_of_the_first_rank(state: State, text: str) -> None:
     ends = [End(0, -signal.SIGTERM, 5.0, stopped=True), End(1, 3, 5.0, state=state)]
     assert headline(ends) == f"rank 1 failed first (exit code 3) {text}"
 
 
-def test_ranks_that_did_the_same_share_a_line() -> None:
+def test_ranks_in_equal_states_share_a_line() -> None:
     others = {0: State(40, "wait"), 2: State(40, "bucket wait", 0.2, 1), 3: State(40, "data wait"), 4: NOT_BEGUN}
     assert doings((rank, state.doing) for rank, state in others.items()) == [
         "ranks 0, 2: waiting for gradients in step 41",
@@ -61,7 +63,7 @@ def test_ranks_that_did_the_same_share_a_line() -> None:
     ]
 
 
-def test_the_other_ranks_are_in_order_and_one_that_left_is_described_too() -> None:
+def test_other_ranks_are_listed_in_order_including_exited_ones() -> None:
     lost = Record("CommunicationError: rank 1 has ended", "Traceback", 5.0, blamed=(1,))
     ends = [
         End(2, 1, 5.0, record=lost, state=State(40, "bucket wait")),
@@ -71,7 +73,7 @@ def test_the_other_ranks_are_in_order_and_one_that_left_is_described_too() -> No
     assert remarks(ends)[:2] == ["ranks 0, 2: waiting for gradients in step 41", "rank 1: left after step 40"]
 
 
-def test_nothing_is_said_of_ranks_without_boxes() -> None:
+def test_ranks_without_boxes_are_omitted() -> None:
     ends = [End(0, -signal.SIGTERM, 5.0, stopped=True), End(1, 3, 5.0)]
     assert remarks(ends) == ["rank 0 was stopped because of rank 1"]
     assert headline(ends) == "rank 1 failed first (exit code 3)"
@@ -80,7 +82,7 @@ def test_nothing_is_said_of_ranks_without_boxes() -> None:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_as_json_has_the_first_rank_and_the_others() -> None:
+def test_json_failure_has_the_first_rank_and_the_others() -> None:
     lost = Record("CommunicationError: rank 1 has ended", "Traceback 0", 5.2, blamed=(1,))
     ends = [
         End(2, -signal.SIGTERM, 6.0, stopped=True, state=State(40, "data wait", 0.5)),
@@ -114,7 +116,7 @@ def test_a_failure_as_json_has_the_first_rank_and_the_others() -> None:
     ]
 
 
-def test_a_rank_that_left_or_never_came_is_first_and_who_missed_it_a_consequence() -> None:
+def test_missing_or_exited_rank_comes_first_and_its_waiting_peer_is_a_consequence() -> None:
     lost = Record("CommunicationError: rank 1 has ended", "Traceback", 5.0, blamed=(1,))
     for missing, kind in ((End(1, 0, 4.0), "left"), (End(1, -signal.SIGKILL, 9.0, stopped=True), "absent")):
         entry = failure_of([End(0, 1, 5.0, record=lost), missing], "here")
@@ -131,8 +133,8 @@ def test_a_rank_that_left_or_never_came_is_first_and_who_missed_it_a_consequence
         ("terminate called: what", False, (None, "terminate called: what")),
     ],
 )
-def test_the_class_of_an_exception_is_told_from_its_message(
+def test_exception_class_is_parsed_from_the_message(
     message: str, usage: bool, expected: tuple[str | None, str]
 ) -> None:
-    found = exception_of(Record(message, "Traceback", 1.0, usage))
-    assert (found["type"], found["message"]) == expected
+    exception = exception_of(Record(message, "Traceback", 1.0, usage))
+    assert (exception["type"], exception["message"]) == expected

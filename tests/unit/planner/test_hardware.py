@@ -1,4 +1,4 @@
-"""Devices and links are found by name or description, and unknown ones are refused with the known names."""
+"""Lookup of devices and links by name or description; errors for unknown ones list the known names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.planner.predictions import from_flags
 
 
 @pytest.mark.parametrize("name", ["devices", "links"])
-def test_every_entry_has_a_source_and_a_date(name: str) -> None:
+def test_entries_have_a_source_and_a_date(name: str) -> None:
     for row in table(name):
         assert row["source"], row
         assert re.fullmatch(r"20\d\d-\d\d", row["date"]), row
 
 
-def test_every_device_is_found_by_its_name_and_has_links() -> None:
+def test_devices_are_found_by_name_and_have_links() -> None:
     for row in table("devices"):
         kind = device(row["name"])
         assert kind.name == row["name"]
@@ -43,22 +43,22 @@ def test_every_device_is_found_by_its_name_and_has_links() -> None:
         ("T4", "t4"),
     ],
 )
-def test_a_device_is_found_in_the_names_that_drivers_use(text: str, name: str) -> None:
+def test_device_is_recognized_by_its_driver_name(text: str, name: str) -> None:
     assert device_or_unknown(text).name == name
 
 
-def test_a_device_can_be_described_by_its_peak() -> None:
+def test_device_can_be_described_by_its_peak() -> None:
     assert device("400tflops").peak("bf16") == 400e12
     assert device("37.5 TFLOPS").peak("fp32") == 37.5e12
 
 
-def test_an_unknown_device_lists_the_known_ones_and_the_flags_that_describe_it() -> None:
+def test_unknown_device_error_lists_known_devices_and_flags() -> None:
     with pytest.raises(UsageError, match=r"unknown device 'abacus'; known .*h100, a100.*--device 400tflops --links"):
         device("abacus")
     assert device_or_unknown("abacus") is UNKNOWN
 
 
-def test_the_peak_depends_on_the_precision() -> None:
+def test_peak_depends_on_the_precision() -> None:
     kind = device("v100")
     assert (kind.peak("fp32"), kind.peak("fp16"), kind.peak("bf16")) == (15.7e12, 125e12, 125e12)
     assert kind.half_speedup("fp32") == pytest.approx(3.5, abs=0.1)
@@ -82,13 +82,13 @@ def test_the_peak_depends_on_the_precision() -> None:
         ("AWS p3dn.24xlarge network (speed not stated)", "v100", 100),
     ],
 )
-def test_the_speed_between_hosts_is_the_stated_one_or_the_usual_one(text: str, name: str, gbit: float) -> None:
+def test_host_link_speed_is_the_given_or_the_usual_one(text: str, name: str, gbit: float) -> None:
     link = between_link(text, device(name))
     assert link.bytes_per_s == pytest.approx(gbit * GBIT)
     assert link.kind == "rdma"
 
 
-def test_tcp_is_slower_to_start_than_rdma() -> None:
+def test_tcp_has_more_latency_than_rdma() -> None:
     assert between_link("25gbit-tcp", device("v100")).kind == "tcp"
     assert between_link("25gbit-tcp", device("v100")).latency_s > between_link("25gbit", device("v100")).latency_s
 
@@ -98,16 +98,14 @@ def test_tcp_is_slower_to_start_than_rdma() -> None:
     [
         ("", "h100", "nvlink4", "peer"),
         ("", "a6000", "pcie4", "peer"),
-        ("", "rtx3090", "pcie4", "staged"),  # GeForce copies through the host's memory
+        ("", "rtx3090", "pcie4", "staged"),  # GeForce copies through host memory
         ("nvlink", "v100", "nvlink2", "peer"),
         ("nvlink", "rtx3090", "nvlink-bridge", "peer"),
         ("pcie", "a100", "pcie4", "peer"),
         ("PCIe (NVLink disabled)", "v100", "pcie3", "peer"),
     ],
 )
-def test_the_link_inside_a_host_is_the_named_one_or_the_fastest_of_the_device(
-    text: str, name: str, link: str, kind: str
-) -> None:
+def test_local_link_is_the_named_one_or_the_fastest_of_the_device(text: str, name: str, link: str, kind: str) -> None:
     inside = inside_link(text, device(name))
     assert (inside.name, inside.kind) == (link, kind)
 
@@ -122,9 +120,9 @@ def test_the_link_inside_a_host_is_the_named_one_or_the_fastest_of_the_device(
         (",25gbit-tcp", "nvlink4", "25gbit-tcp"),
     ],
 )
-def test_a_user_names_one_link_or_both(text: str, inside: str, between: str) -> None:
-    found = links(text, device("h100"))
-    assert [link.name for link in found] == [inside, between]
+def test_user_may_name_one_link_or_both(text: str, inside: str, between: str) -> None:
+    chosen = links(text, device("h100"))
+    assert [link.name for link in chosen] == [inside, between]
 
 
 @pytest.mark.parametrize(
@@ -138,13 +136,13 @@ def test_a_user_names_one_link_or_both(text: str, inside: str, between: str) -> 
         ("nvlink2,100gbit", "t4", "contradicts --device t4, which has no NVLink"),
     ],
 )
-def test_wrong_or_contradictory_links_are_refused(text: str, name: str, message: str) -> None:
+def test_invalid_or_contradictory_links_are_refused(text: str, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         links(text, device(name))
     assert "\n" not in str(caught.value)
 
 
-def test_a_described_step_takes_its_flops_at_a_share_of_the_peak() -> None:
+def test_described_step_runs_at_a_share_of_the_peak() -> None:
     work = from_flags(1e9, 1e12, device("400tflops"), "bf16", 16)
     assert work.compute_s == pytest.approx(16e12 / 400e12 / 0.4)
     assert work.nbytes == pytest.approx(4e9, rel=1e-6)

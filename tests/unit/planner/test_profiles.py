@@ -1,4 +1,4 @@
-"""A profile's summary becomes a job to predict, and one that cannot be right is refused in one line."""
+"""A profile's summary becomes a predictable job; impossible summaries are refused in one line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TWO = replace(
     bucket_bytes=[4_000_000, 4_000_000],
     all_reduces=[(4_000_000, 0.04), (4_000_000, 0.04)],
 )
-"""Two ranks, whose second all-reduce, of 40 ms, is exposed."""
+"""Two ranks with an exposed second all-reduce of 40 ms."""
 
 
 def measured(profile: Profiled) -> float:
@@ -66,57 +66,57 @@ def measured(profile: Profiled) -> float:
     ],
     ids=["plain", "interference", "gradients in buckets", "contention", "memory", "much of it", "one core"],
 )
-def test_the_job_of_two_profiles_takes_the_time_that_both_measured(two: Profiled) -> None:
+def test_job_from_two_profiles_reproduces_both_step_times(two: Profiled) -> None:
     job = from_profiles([two, replace(ONE, cores=two.cores)])
     assert job.step(1).length_s == pytest.approx(measured(ONE))
     assert job.step(2).length_s == pytest.approx(measured(two), rel=1e-5)
 
 
 def test_compression_and_sharding_trade_bytes_for_work() -> None:
-    """The step takes 0.33 s + 0.04 s. Each 4 MB take 40 ms to reduce, and a core reads or writes 10 MB in 1 ms."""
+    """A step takes 0.33 s + 0.04 s. Each 4 MB take 40 ms to reduce, and a core reads or writes 10 MB in 1 ms."""
     savings = effects(from_profiles([ONE, TWO]), 2)
     assert savings["bf16 gradients (Cast)"] == pytest.approx(1 - (0.33 + 2 * 6 * 0.4e-3 + 0.02) / 0.37)
     assert savings["8-bit gradients (Int8)"] == pytest.approx(1 - (0.33 + 2 * 50 * 0.4e-3 + 0.01) / 0.37)
     assert savings["sharded optimizer"] == pytest.approx(1 - (0.33 - 0.01 + 0.04 + 0.04) / 0.37)
 
 
-def test_two_profiles_of_the_same_number_of_ranks_are_refused() -> None:
+def test_two_profiles_with_equal_rank_counts_are_refused() -> None:
     with pytest.raises(UsageError, match="two profiles have the same number of ranks"):
         from_profiles([TWO, replace(TWO, communication_s=0.4)])
 
 
-def test_noise_in_a_profile_does_not_become_an_impossible_slowdown() -> None:
+def test_profile_noise_does_not_become_an_impossible_slowdown() -> None:
     faster = replace(TWO, forward_s=0.07, layers=[(0.07, 4_000_000)] * 2, optimizer_s=0.014)
     assert from_profiles([ONE, faster]).cluster.stretch(8, 1.0) >= 2, "8 ranks share 4 cores"
     hidden_little = replace(TWO, layers=[(0.2, 4_000_000), (0.0001, 4_000_000)])
     assert from_profiles([ONE, hidden_little]).calibration.interference <= 1
 
 
-def test_times_of_several_hosts_are_those_of_the_links_between_them() -> None:
+def test_multi_host_times_use_the_links_between_hosts() -> None:
     four = replace(TWO, ranks=4, hosts=2)
     assert from_profiles([ONE, four]).step(4).length_s == pytest.approx(measured(four))
 
 
 def test_more_ranks_share_the_cores_and_send_more() -> None:
     job = from_profiles([ONE, TWO])
-    # Of a ring of 4, each sends 6/4 of the bytes instead of 2/2.
+    # In a ring of 4, each rank sends 6/4 of the bytes instead of 2/2.
     assert job.step(4).exposed_s == pytest.approx(0.04 * 1.5)
     assert job.step(4).compute_s == pytest.approx(0.33)
-    # 8 ranks on 4 cores: everything takes twice as long, and 10 % longer because ranks take turns.
-    # In a third of the time of communication, another rank computes.
+    # 8 ranks on 4 cores: everything takes twice as long, plus 10 % because ranks take turns.
+    # For a third of the communication time, another rank computes.
     assert job.step(8).compute_s == pytest.approx(2.2 * 0.33)
     reducing = [step.hidden_s + step.exposed_s for step in (job.step(2), job.step(8))]
     assert reducing[1] == pytest.approx(2.2 * 2 / 3 * 2 * 7 / 8 * reducing[0])
 
 
-def test_ranks_that_mostly_wait_for_a_slow_link_share_the_cores_while_they_compute() -> None:
+def test_ranks_waiting_for_a_slow_link_share_the_cores_while_they_compute() -> None:
     two = replace(TWO, busy_cores=0.4, layers=[(0.09, 4_000_000)] * 2)
     assert from_profiles([ONE, two]).step(8).compute_s == pytest.approx(2.2 * 0.31)
     crowded = replace(TWO, busy_cores=0.4, ranks=8, layers=[(0.2, 4_000_000)] * 2)
     assert from_profiles([ONE, crowded]).step(4).compute_s == pytest.approx(0.53 / 2.2)
 
 
-def test_ranks_that_reduce_through_memory_take_as_long_for_each_byte_whatever_their_number() -> None:
+def test_reduction_through_memory_has_a_fixed_time_per_byte() -> None:
     job = from_profiles([ONE, replace(TWO, reduces_in_backward=True, communication_s=0.06)])
     for ranks, factor in ((2, 1), (4, 1), (8, 2.2)):
         step = job.step(ranks)
@@ -130,18 +130,18 @@ def test_bubbles_become_the_jitter_of_more_ranks() -> None:
     assert job.step(4).jitter_s == pytest.approx(0.01 * 1.0294 / 0.5642, rel=0.03)
 
 
-def test_one_rank_needs_links_and_gets_the_jitter_that_it_measured() -> None:
+def test_single_rank_profile_needs_links_and_uses_its_measured_jitter() -> None:
     with pytest.raises(UsageError, match=r"has 1 rank and no times of all-reduces; add a profile of 2 ranks .* links"):
         from_profiles([ONE])
     link = Link("described", 1e8, 0.001, "measured")
     job = from_profiles([ONE], Cluster(1, link, link))
     step = job.step(2)
-    # Buckets are full after 4 MB each. Both messages take 2 · 1 ms + 40 ms, the first while backward runs.
+    # Buckets fill after 4 MB each. Both messages take 2 · 1 ms + 40 ms, the first during backward.
     assert (step.exposed_s, step.hidden_s) == pytest.approx((0.042, 0.042))
     assert step.jitter_s == pytest.approx(0.01 * 0.33 * 0.5642, rel=0.05)
 
 
-def test_two_ranks_alone_are_taken_as_they_are() -> None:
+def test_profile_of_two_ranks_is_used_unchanged() -> None:
     job = from_profiles([TWO])
     assert job.step(2).length_s == pytest.approx(measured(TWO))
     assert job.step(1).length_s == pytest.approx(0.33)
@@ -157,7 +157,7 @@ def test_gpus_do_not_share_cores() -> None:
     one, two = (replace(profile, busy_cores=0.0, device="H100") for profile in (ONE, replace(TWO, forward_s=0.12)))
     job = from_profiles([one, two])
     assert job.cluster.stretch(8, 0.0) == 1
-    assert job.step(2).length_s == pytest.approx(measured(two)), "what forward lost counts as interference"
+    assert job.step(2).length_s == pytest.approx(measured(two)), "lost forward time counts as interference"
     link = Link("described", 1e9, 0.0, "measured")
     assert from_profiles([one], Cluster(8, link, link)).calibration == PUBLISHED
 
@@ -182,7 +182,7 @@ def test_profiles_of_different_jobs_are_refused(change: dict[str, Any], message:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("message", "byte"), [(0.001, 1e-8), (0.0, 1e-8), (0.002, 0.0)])
-def test_the_measured_link_takes_the_time_that_its_all_reduces_took(ranks: int, message: float, byte: float) -> None:
+def test_measured_link_reproduces_its_all_reduce_times(ranks: int, message: float, byte: float) -> None:
     sizes = [1_000_000, 5_000_000, 9_000_000]
     profile = replace(TWO, ranks=ranks, all_reduces=[(size, message + byte * size) for size in sizes])
     link = profile.link()
@@ -204,7 +204,7 @@ def test_the_measured_link_takes_the_time_that_its_all_reduces_took(ranks: int, 
         ([(1000, 0.001), (9000, 0.029)], (0.0, 3e-6)),
     ],
 )
-def test_the_fit_is_nonnegative(times: list[tuple[int, float]], expected: tuple[float, float]) -> None:
+def test_fit_is_nonnegative(times: list[tuple[int, float]], expected: tuple[float, float]) -> None:
     assert fit(times) == pytest.approx(expected)
 
 
@@ -217,17 +217,17 @@ def write(folder: Path, plan: Any, **others: Any) -> Path:
     return file
 
 
-def test_a_summary_is_read_from_its_file_or_folder(tmp_path: Path) -> None:
+def test_summary_is_read_from_its_file_or_folder(tmp_path: Path) -> None:
     file = write(tmp_path, asdict(replace(TWO, critical_batch=128.0)) | {"unknown": 1})
     assert from_summary(file) == from_summary(tmp_path) == replace(TWO, critical_batch=128.0)
 
 
-EVIL: dict[str, tuple[dict[str, Any], str]] = {
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "no ranks": ({"ranks": 0}, "plan.ranks is 0, but must be from 1 to"),
     "many ranks": ({"ranks": 10**9}, "plan.ranks is 1000000000, but must be from 1 to"),
     "more hosts than ranks": ({"hosts": 3}, "plan.hosts is 3, but must be from 1 to 2"),
     "a text": ({"forward_s": "0.1"}, "forward_s is '0.1', but must be float"),
-    "a truth value": ({"forward_s": True}, "forward_s is True, but must be float"),
+    "boolean": ({"forward_s": True}, "forward_s is True, but must be float"),
     "a fraction": ({"micro_batches": 1.5}, "micro_batches is 1.5, but must be int"),
     "negative": ({"optimizer_s": -1}, "plan.optimizer_s is -1.0, but must be from 0 to"),
     "no cores": ({"cores": 0}, "plan.cores is 0.0, but must be from 1e-09 to"),
@@ -235,17 +235,15 @@ EVIL: dict[str, tuple[dict[str, Any], str]] = {
     "infinite": ({"communication_s": math.inf}, "Infinity is not valid JSON"),
     "NaN": ({"samples": math.nan}, "NaN is not valid JSON"),
     "no layers": ({"layers": []}, "plan.layers has no time or no bytes"),
-    "a layer that is none": ({"layers": [[0.1, 4], 7]}, r"layers\[1\] is 7, but must be"),
+    "invalid layer": ({"layers": [[0.1, 4], 7]}, r"layers\[1\] is 7, but must be"),
     "a negative layer": ({"layers": [[0.1, 4], [0.1, -4]]}, r"plan.layers\[1\] is -4, but must be from 0"),
-    "a text in an all-reduce": ({"all_reduces": [[4, "a"]]}, r"all_reduces\[0\]\[1\] is 'a'"),
-    "a device that is a list": ({"device": ["cpu"]}, r"device is \['cpu'\], but must be str"),
+    "text in an all-reduce": ({"all_reduces": [[4, "a"]]}, r"all_reduces\[0\]\[1\] is 'a'"),
+    "device as a list": ({"device": ["cpu"]}, r"device is \['cpu'\], but must be str"),
 }
 
 
-@pytest.mark.parametrize(("change", "message"), EVIL.values(), ids=EVIL)
-def test_values_that_cannot_be_right_are_refused_in_one_line(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("change", "message"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_impossible_values_are_refused_in_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     file = write(tmp_path, asdict(TWO) | change)
     with pytest.raises(UsageError, match=message) as caught:
         from_summary(file)
@@ -260,14 +258,14 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep": (lambda file: file.write_text("[" * 100_000), "is not a profile's summary"),
     "a list": (lambda file: file.write_text("[]"), "it has no object 'plan'"),
     "no plan": (lambda file: file.write_text('{"plan": null}'), "it has no object 'plan'"),
-    "a key is missing": (lambda file: file.write_text('{"plan": {"ranks": 1}}'), "all_reduces is missing"),
+    "missing key": (lambda file: file.write_text('{"plan": {"ranks": 1}}'), "all_reduces is missing"),
     "twice": (lambda file: file.write_text('{"plan": {}, "plan": {}}'), "'plan' occurs twice"),
     "bytes": (lambda file: file.write_bytes(b"\xff"), "is not a profile's summary"),
 }
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_no_summary_is_refused_in_one_line(
+def test_invalid_summary_files_are_refused_in_one_line(
     tmp_path: Path, make: Callable[[Path], object], message: str
 ) -> None:
     make(tmp_path / "summary.json")

@@ -1,4 +1,4 @@
-"""A step is simulated as it would be computed by hand."""
+"""Simulated steps match calculations by hand."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from paceline.planner.predictions import Layer, Workload, backward_timeline, equ
 
 
 def workload(layers: Sequence[tuple[float, int]], *bucket_bytes: int, micro_batches: int = 1) -> Workload:
-    found = [Layer(seconds, nbytes) for seconds, nbytes in layers]
-    return Workload(10.0, found, 8, 2.0, 1.0, micro_batches, bucket_bytes or (1,))
+    built = [Layer(seconds, nbytes) for seconds, nbytes in layers]
+    return Workload(10.0, built, 8, 2.0, 1.0, micro_batches, bucket_bytes or (1,))
 
 
 @pytest.mark.parametrize(
     ("layers", "buckets", "reduce", "full", "end", "exposed"),
     [
-        # Each layer is a bucket, and its all-reduce takes a second per 10 bytes.
+        # Each layer is a bucket, and its all-reduce takes one second per 10 bytes.
         ([(2.0, 10)], (1,), 0.1, [2], [3], 1),
         ([(2.0, 10), (2.0, 10)], (1,), 0.1, [2, 4], [3, 5], 1),
         ([(1.0, 30), (1.0, 10)], (1,), 0.1, [1, 2], [4, 5], 3),
         ([(1.0, 30), (4.0, 10)], (1,), 0.1, [1, 5], [4, 6], 1),
         # Two layers fill a bucket, and the last one is not full.
         ([(1.0, 10), (1.0, 10), (1.0, 10)], (20,), 0.1, [2, 3], [4, 5], 2),
-        # The first capacity is for the first bucket only.
+        # The first capacity applies only to the first bucket.
         ([(1.0, 10), (1.0, 10), (1.0, 10)], (10, 20), 0.1, [1, 3], [2, 5], 2),
-        # Nothing to reduce, or no time to reduce it.
+        # No data to reduce, or reductions that take no time.
         ([(1.0, 0), (2.0, 0)], (100,), 0.1, [3], [3], 0),
         ([(1.0, 10), (2.0, 10)], (1,), 0.0, [1, 3], [1, 3], 0),
     ],
 )
-def test_buckets_are_reduced_when_they_are_full_and_the_previous_one_is_reduced(
+def test_buckets_are_reduced_in_order_once_full(
     layers: list[tuple[float, int]],
     buckets: tuple[int, ...],
     reduce: float,
@@ -48,7 +48,7 @@ def test_buckets_are_reduced_when_they_are_full_and_the_previous_one_is_reduced(
     assert timeline.exposed == pytest.approx(exposed)
 
 
-def test_a_step_is_its_computing_its_exposed_communication_and_the_slowdown_by_the_rest() -> None:
+def test_step_is_computation_exposed_communication_and_slowdown() -> None:
     step = simulate(workload([(4.0, 10), (4.0, 10)], 1), lambda nbytes: 0.3 * nbytes, interference=0.5)
     # The first all-reduce, of 3 s, is hidden; the second is exposed. Forward 10, backward 8, other 1, optimizer 2.
     assert (step.compute_s, step.exposed_s, step.hidden_s) == pytest.approx((21, 3, 3))
@@ -65,8 +65,8 @@ def test_accumulation_computes_more_often_and_communicates_once() -> None:
 
 @draws(100)
 @given(st.integers(1, 200), st.floats(1e-6, 10), st.floats(0, 10))
-def test_equal_layers_are_exposed_as_in_the_closed_form(count: int, backward: float, reduce: float) -> None:
-    """Either all but the last all-reduce are hidden, or they follow each other from the first layer on."""
+def test_exposed_time_of_equal_layers_matches_the_closed_form(count: int, backward: float, reduce: float) -> None:
+    """Either all but the last all-reduce are hidden, or they run back to back from the first layer on."""
     work = workload([(backward, 1)] * count, 1)
     exposed = max(reduce, count * reduce - (count - 1) * backward)
     assert backward_timeline(work, lambda _: reduce).exposed == pytest.approx(exposed, abs=1e-9)
@@ -89,7 +89,7 @@ def test_communication_is_either_exposed_or_hidden(
 
     timeline, step = backward_timeline(work, reduce_seconds), simulate(work, reduce_seconds)
     assert step.hidden_s <= work.backward_s + 1e-9
-    # The last bucket is full at the end of backward.
+    # The last bucket fills at the end of backward.
     assert step.exposed_s >= timeline.end[-1] - timeline.begin[-1] - 1e-9
 
 

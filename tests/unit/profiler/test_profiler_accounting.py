@@ -1,4 +1,4 @@
-"""The accounting of a profile: parts add up, bubbles have a cause, and clocks are brought together."""
+"""Accounting in a profile: parts add up, bubbles have a cause, and clocks are aligned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LABELS = [FORWARD, BACKWARD, LAUNCH, WAIT, COLLECTIVE, REDUCE, OPTIMIZER, "unkno
         max_size=12,
     )
 )
-def test_parts_add_up_to_the_step_whatever_the_spans_are(drawn: list[tuple[str, float, float]]) -> None:
+def test_parts_add_up_to_the_step_for_any_spans(drawn: list[tuple[str, float, float]]) -> None:
     spans = [Span(label, start, start + seconds) for label, start, seconds in drawn]
     seconds, meetings = cut(spans, 0.0, 10.0)
     assert math.isclose(math.fsum(seconds.values()), 10.0, abs_tol=1e-9)
@@ -33,7 +33,7 @@ def test_parts_add_up_to_the_step_whatever_the_spans_are(drawn: list[tuple[str, 
     assert all(0 <= meeting.came <= meeting.left <= 10 for meeting in meetings)
 
 
-def test_a_stretch_belongs_to_its_innermost_span_and_meetings_take_what_is_inside() -> None:
+def test_time_belongs_to_the_innermost_span_and_collectives_include_nested_spans() -> None:
     spans = [
         Span(FORWARD, 1, 3),
         Span(BACKWARD, 3, 9),
@@ -56,7 +56,7 @@ def test_a_stretch_belongs_to_its_innermost_span_and_meetings_take_what_is_insid
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_bubbles_are_what_one_waits_for_the_last_and_communication_is_the_rest(ranks: int) -> None:
+def test_bubbles_are_waits_for_the_last_rank_and_the_rest_is_communication(ranks: int) -> None:
     def late(rank: int, step: int) -> dict[str, float]:
         return {"forward": 0.01 + (0.03 if rank == ranks - 1 else 0)}
 
@@ -69,10 +69,10 @@ def test_bubbles_are_what_one_waits_for_the_last_and_communication_is_the_rest(r
             assert math.isclose(parts[step_parts.COMMUNICATION], 0.003, abs_tol=1e-9)
     for rank in range(ranks - 1):
         assert accounts.waited_for[rank] == pytest.approx([0.0] * (ranks - 1) + [0.03])
-    assert accounts.steps == list(range(3, 40)), "those that warm up are left out"
+    assert accounts.steps == list(range(3, 40)), "warm-up steps are excluded"
 
 
-def test_clocks_that_differ_change_nothing_once_they_are_known() -> None:
+def test_known_clock_offsets_change_nothing() -> None:
     def late(rank: int, step: int) -> dict[str, float]:
         return {"data": 0.02 if rank == 0 else 0.001}
 
@@ -85,33 +85,31 @@ def test_clocks_that_differ_change_nothing_once_they_are_known() -> None:
     assert account(unknown).mean(step_parts.BUBBLE) != pytest.approx(same.mean(step_parts.BUBBLE), rel=0.2)
 
 
-def test_a_rank_that_ends_early_has_no_value_and_spoils_none() -> None:
+def test_rank_that_ends_early_has_no_value_and_affects_no_other() -> None:
     made = records(2, steps=20)
     made[1].steps = made[1].steps[:10]
     accounts = account(made)
     assert [math.isnan(row[1]) for row in accounts.lengths] == [False] * 7 + [True] * 10
     assert not math.isnan(mean_of(accounts.lengths))
-    assert accounts.parts[step_parts.BUBBLE][-1][0] == 0.0, (
-        "nobody is known to be late, so all waiting is communication"
-    )
+    assert accounts.parts[step_parts.BUBBLE][-1][0] == 0.0, "without a known late rank, all waiting is communication"
 
 
-def test_ranks_that_do_not_meet_equally_often_are_not_matched() -> None:
+def test_ranks_with_different_numbers_of_collectives_are_not_matched() -> None:
     made = records(2, steps=5)
     step, made[0].groups = made[0].steps[4], {made[0].steps[4].meetings[0].group: [0, 1]}
     odd = replace(step, meetings=[*step.meetings, *step.meetings])
     assert find_bubbles([odd, made[1].steps[4]], made) + find_bubbles([step], made[:1]) == [{}, {}, {}]
 
 
-def test_meetings_of_a_part_of_the_ranks_are_matched_among_them() -> None:
+def test_collectives_of_some_ranks_are_matched_among_them() -> None:
     def late(rank: int, step: int) -> dict[str, float]:
         return {"forward": 0.01 * (rank + 1)}
 
     made = records(4, timing=late, groups={GROUP: [0, 1, 2, 3], "pair": [1, 2]})
     step = [record.steps[5] for record in made]
     paired = [
-        replace(one, meetings=[one.meetings[0]._replace(group="pair")] if rank in (1, 2) else [])
-        for rank, one in enumerate(step)
+        replace(entry, meetings=[entry.meetings[0]._replace(group="pair")] if rank in (1, 2) else [])
+        for rank, entry in enumerate(step)
     ]
     bubbles = find_bubbles(paired, made)
     assert bubbles[0] == bubbles[2] == bubbles[3] == {}
@@ -119,7 +117,7 @@ def test_meetings_of_a_part_of_the_ranks_are_matched_among_them() -> None:
 
 
 @given(st.integers(0, 1000), st.floats(-1e4, 1e4))
-def test_the_offset_of_clocks_lies_within_its_error(seed: int, ahead: float) -> None:
+def test_clock_offset_lies_within_its_error(seed: int, ahead: float) -> None:
     draw = random.Random(seed)
     now, mine, theirs = 0.0, [], []
     for _ in range(12):
@@ -133,7 +131,7 @@ def test_the_offset_of_clocks_lies_within_its_error(seed: int, ahead: float) -> 
     assert error < 0.01
 
 
-def test_an_offset_between_two_measurements_lies_on_the_line_through_them() -> None:
+def test_offset_between_two_measurements_is_interpolated() -> None:
     assert offset_at(5.0, []) == 0.0
     assert offset_at(5.0, [(1.0, 0.25, 0.1)]) == 0.25
     assert offset_at(15.0, [(10.0, 1.0, 0.1), (20.0, 3.0, 0.1)]) == 2.0

@@ -1,4 +1,4 @@
-"""What the profiler says of runs whose figures are known: the verdict, the advice, and its predictions."""
+"""Reports of runs with known figures: the verdict, the advice, and its predictions."""
 
 from __future__ import annotations
 
@@ -35,47 +35,47 @@ def report(operators: OperatorTable | None = None, **options: Any) -> Report:
     return verdict(records(**options), operators)
 
 
-def test_a_rank_that_sleeps_is_named_with_its_phase_and_what_others_wait() -> None:
-    found = report(ranks=4, timing=lambda rank, _: {"forward": 0.04 if rank == 2 else 0.01})
-    figures = summary(found)
+def test_sleeping_rank_is_named_with_its_phase_and_the_wait_of_the_others() -> None:
+    result = report(ranks=4, timing=lambda rank, _: {"forward": 0.04 if rank == 2 else 0.01})
+    figures = summary(result)
     assert figures["straggler_rank"] == 2
-    assert found.facts.stragglers[0].phase == "forward"
-    assert found.facts.stragglers[0].seconds == pytest.approx(0.03, rel=0.1)
+    assert result.facts.stragglers[0].phase == "forward"
+    assert result.facts.stragglers[0].seconds == pytest.approx(0.03, rel=0.1)
     assert figures["bubble_ms_per_step"]["0"] == pytest.approx(30, abs=3)
     assert figures["bubble_ms_per_step"]["2"] == pytest.approx(0, abs=1)
     assert figures["advice"][0]["kind"] == "straggler"
-    assert "Rank 2 slows the others down: its forward" in found.headline
+    assert "Rank 2 slows the others down: its forward" in result.headline
 
 
-def test_a_rank_with_fewer_cores_is_told_so() -> None:
+def test_rank_with_fewer_cores_is_reported() -> None:
     made = records(2, timing=jittered(lambda rank, _: {"backward": 0.02 + 0.02 * rank}))
     made[1] = replace(made[1], cores=1)
-    found = verdict(made)
-    assert found.advice[0].kind == "straggler"
-    assert "it has 1 cores and the others 2: give it the same number" in found.advice[0].text
+    result = verdict(made)
+    assert result.advice[0].kind == "straggler"
+    assert "it has 1 cores and the others 2: give it the same number" in result.advice[0].text
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_a_clean_run_has_no_straggler(ranks: int) -> None:
+def test_clean_run_has_no_straggler(ranks: int) -> None:
     assert summary(report(ranks=ranks))["straggler_rank"] is None
 
 
-def test_a_rank_that_causes_all_waiting_is_probably_slow() -> None:
-    """Too few steps to name it: «no rank is always the last: rank 1 causes most, 100 % of it» contradicted itself."""
+def test_rank_that_causes_all_waiting_is_probably_slow() -> None:
+    """With few steps, the text contradicted itself: «no rank is always the last: rank 1 causes most, 100 % of it»."""
     short = {"data": 0.0, "backward": 0.002, "optimizer": 0.0004}
-    found = report(steps=40, timing=lambda rank, _: short | {"forward": 0.008 if rank == 1 else 0.002})
-    assert not found.facts.stragglers, "for less than a second"
-    assert "Rank 1 is probably slow; profile longer to make sure: others wait for " in found.headline
-    balance = the("balance", found)
+    result = report(steps=40, timing=lambda rank, _: short | {"forward": 0.008 if rank == 1 else 0.002})
+    assert not result.facts.stragglers, "slow for less than a second"
+    assert "Rank 1 is probably slow; profile longer to make sure: others wait for " in result.headline
+    balance = the("balance", result)
     assert "and is probably slow" in balance.reason
     assert "always the last" not in balance.reason
 
 
-def test_short_operators_ask_for_larger_batches() -> None:
+def test_short_operators_lead_to_larger_batches() -> None:
     short = OperatorTable(calls=1000, seconds=0.004)
-    found = report(operators=short, timing=lambda *_: {"forward": 0.002, "backward": 0.004, "optimizer": 0.0005})
-    assert found.advice[0].kind == "larger-batch"
-    assert "64 rows per rank, not 32" in found.advice[0].text
+    result = report(operators=short, timing=lambda *_: {"forward": 0.002, "backward": 0.004, "optimizer": 0.0005})
+    assert result.advice[0].kind == "larger-batch"
+    assert "64 rows per rank, not 32" in result.advice[0].text
     long = OperatorTable(calls=100, seconds=0.02)
     assert "larger-batch" not in kinds(report(operators=long))
 
@@ -84,8 +84,8 @@ def test_short_operators_ask_for_larger_batches() -> None:
     ("kind", "part", "headline"),
     [("checkpoints", "checkpoint", "Saving checkpoints takes "), ("own-code", "gap", "Rank 0 slows the others down: ")],
 )
-def test_what_leaves_the_training_as_it_is_comes_before_larger_batches(kind: str, part: str, headline: str) -> None:
-    """A save by hand on rank 0 was told after «take larger batches», which save more and are another training."""
+def test_advice_that_preserves_the_training_precedes_larger_batches(kind: str, part: str, headline: str) -> None:
+    """A manual save on rank 0 was listed after «take larger batches», which save more but change the training."""
 
     def timing(rank: int, step: int) -> dict[str, float]:
         saved = 0.05 * (step % 5 == 0 and (rank == 0 or part == "checkpoint"))
@@ -95,14 +95,14 @@ def test_what_leaves_the_training_as_it_is_comes_before_larger_batches(kind: str
     made = records(timing=jittered(timing), steps=150, travel=0.001)
     if kind == "own-code":
         made[0].own_code = {"save() (train.py:8)": 100}
-    found = verdict(made, short)
-    first, larger = the(kind, found), the("larger-batch", found)
-    assert found.advice[0] is first, [(one.kind, one.gain) for one in found.advice]
+    result = verdict(made, short)
+    first, larger = the(kind, result), the("larger-batch", result)
+    assert result.advice[0] is first, [(advice.kind, advice.gain) for advice in result.advice]
     assert first.gain < larger.gain
-    assert found.headline.startswith(headline)
+    assert result.headline.startswith(headline)
 
 
-def test_the_share_of_all_reduce_falls_as_predicted_when_batches_are_accumulated() -> None:
+def test_accumulation_reduces_the_all_reduce_share_as_predicted() -> None:
     first = Facts(records(2, travel=0.04), OperatorTable())
     predicted = first.all_reduce_share(2)
 
@@ -114,7 +114,7 @@ def test_the_share_of_all_reduce_falls_as_predicted_when_batches_are_accumulated
     assert predicted < first.all_reduce_share()
 
 
-def test_buckets_are_seen_from_their_launch_to_their_end_and_backward_hides_the_early_ones() -> None:
+def test_buckets_run_from_launch_to_completion_and_backward_hides_early_ones() -> None:
     made = records(2, buckets=[100, 200, 300, 400], travel=0.004)
     steps = detailed_steps(made)[0]
     times = bucket_times(steps, made[0].buckets)
@@ -130,7 +130,7 @@ def test_buckets_are_seen_from_their_launch_to_their_end_and_backward_hides_the_
     ) == pytest.approx(0.001)
 
 
-def test_gradient_norms_are_of_the_mean_gradient_of_a_sample() -> None:
+def test_gradient_norms_are_of_the_mean_gradient_per_sample() -> None:
     norms = GradientNorms()
     assert norms.squared() is None
     norms.launched(torch.tensor([3.0]), 2.0)
@@ -138,7 +138,7 @@ def test_gradient_norms_are_of_the_mean_gradient_of_a_sample() -> None:
     assert norms.squared() == (2.25, 1.0)
 
 
-def test_the_noise_scale_comes_from_steps_whose_norms_all_ranks_have() -> None:
+def test_noise_scale_uses_steps_with_norms_from_all_ranks() -> None:
     made = records(3, 12)
     for step in (step for record in made for step in record.steps):
         step.norms = (3.0, 2.0)
@@ -150,9 +150,9 @@ def event(name: str, ts: float, dur: float, cat: str = "cpu_op") -> dict[str, An
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 1}
 
 
-def test_operators_are_counted_without_those_they_call() -> None:
+def test_operators_are_counted_without_nested_calls() -> None:
     table = tabulate([([event("linear", 0, 10), event("addmm", 2, 6), event("relu", 20, 4)], 2)])
-    assert {one.name: (one.calls, round(one.seconds * 1e6, 6)) for one in table.operators} == {
+    assert {operator.name: (operator.calls, round(operator.seconds * 1e6, 6)) for operator in table.operators} == {
         "addmm": (0.5, 3.0),
         "linear": (0.5, 2.0),
         "relu": (0.5, 2.0),
@@ -165,7 +165,7 @@ def test_operators_are_counted_without_those_they_call() -> None:
                 [
                     event("sm90_gemm", 0, 10, "kernel") | {"args": kernel},
                     event("relu_kernel", 30, 10, "kernel") | {"args": kernel},
-                    event("aten::mm", -50, 55),  # before the first kernel, and beside it
+                    event("aten::mm", -50, 55),  # before the first kernel, and overlapping it
                     event("aten::relu", 8, 14),
                     event("cudaLaunchKernel", 20, 6, "cuda_runtime"),
                 ],
@@ -176,11 +176,11 @@ def test_operators_are_counted_without_those_they_call() -> None:
     assert gpu.device_figures == pytest.approx(
         {"utilization": 0.5, "host": 0.4, "sm_efficiency": 0.25, "occupancy": 0.5, "tensor_cores": 0.5}
     )
-    assert [one.name for one in gpu.operators] == ["sm90_gemm", "relu_kernel"]
+    assert [operator.name for operator in gpu.operators] == ["sm90_gemm", "relu_kernel"]
 
 
-def test_operators_of_a_data_set_are_none_of_the_model() -> None:
-    """A dataset that makes a tensor for each sample had «take larger batches» told of a model that computes."""
+def test_dataset_operators_do_not_count_for_the_model() -> None:
+    """A dataset that makes a tensor per sample caused the advice «take larger batches» for a compute-bound model."""
 
     phases = [event("data wait", 0, 100), event("forward", 100, 50), event("backward", 170, 80)]
     phases = [phase | {"cat": "user_annotation"} for phase in phases]
@@ -190,13 +190,13 @@ def test_operators_of_a_data_set_are_none_of_the_model() -> None:
     assert table.calls == 3
     assert table.seconds == pytest.approx(93e-6)
     assert table.computing == 1, "31 µs each"
-    assert {one.name: one.calls for one in table.operators}["aten::full"] == 100, "the table has all of them"
+    assert {operator.name: operator.calls for operator in table.operators}["aten::full"] == 100, "included in the table"
     without = tabulate([([*samples, *model], 1)])
-    assert without.calls == 103, "scripts whose forwards are not seen"
+    assert without.calls == 103, "scripts with unrecorded forwards"
     assert without.computing == pytest.approx(193 / 103 / 15)
 
 
-def test_a_summary_is_json_also_without_a_single_step() -> None:
+def test_summary_without_steps_is_valid_json() -> None:
     for steps in (0, 3, 4, 40):
         text = json.dumps(summary(report(steps=steps)), allow_nan=False)
         assert json.loads(text)["steps"] == max(0, steps - 3)

@@ -1,4 +1,4 @@
-"""The code that advice shows calls functions with parameters that they have."""
+"""Code shown in advice uses existing parameters of the called functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTABLE: tuple[Callable[..., Any], ...] = (
 
 
 def texts() -> Iterator[str]:
-    """The text of each piece of advice, with 1 for each value."""
+    """Yield the text of each piece of advice, with 1 for each value."""
     for node in ast.walk(ast.parse(Path(rules.__file__).read_text("utf-8"))):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
@@ -36,22 +36,22 @@ def texts() -> Iterator[str]:
 
 
 def check(name: str, arguments: str) -> None:
-    """Raise if the function does not take these arguments; an ellipsis stands for others."""
+    """Raise if the function does not accept these arguments; an ellipsis stands for others."""
     first, *attributes = name.split(".")
     function: Any = NAMES[first]
     for attribute in attributes:
         function = getattr(function, attribute)
     call = ast.parse(f"f({arguments.replace('…', 'None')})", mode="eval").body
     assert isinstance(call, ast.Call)
-    own = [MODEL] if first == "model" else []  # the method's self
+    bound = [MODEL] if first == "model" else []  # bound to the method's self
     signature = inspect.signature(function)
-    signature.bind_partial(*own, *call.args, **{word.arg or "": word.value for word in call.keywords})
+    signature.bind_partial(*bound, *call.args, **{word.arg or "": word.value for word in call.keywords})
     variables = {word.id for word in call.args if isinstance(word, ast.Name)} - {"model"}
     assert variables <= signature.parameters.keys(), f"{name}({arguments})"
 
 
-def test_the_code_in_advice_fits_the_functions_that_it_calls() -> None:
-    """Advice showed ``paceline.accumulate(model, batches, steps)``, but the argument is called ``every``."""
+def test_code_in_advice_matches_the_signatures_it_calls() -> None:
+    """Advice showed ``paceline.accumulate(model, batches, steps)``, but the parameter is called ``every``."""
     calls = [match for text in texts() for match in CALL.findall(text) if match[0].split(".")[0] in NAMES]
     for name, arguments in calls:
         check(name, arguments)

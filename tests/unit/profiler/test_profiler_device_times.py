@@ -1,4 +1,4 @@
-"""Spans by a device's clock: an imitated device comes to events later than the host records them."""
+"""Spans on a device clock, using a simulated device that reaches events after the host records them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from profile_records import cut
 
 @dataclass
 class Event:
-    """Where the device's clock, in seconds, stood when it came to the event."""
+    """The device time in seconds when the device reached the event."""
 
     time: float
 
@@ -24,11 +24,11 @@ class Event:
         return 1000 * (other.time - self.time)
 
     def synchronize(self) -> None:
-        """It has passed."""
+        """Return immediately; the event has passed."""
 
 
-class Imitated(DeviceTimes):
-    """On a device whose clock the test moves by the work that is queued."""
+class SimulatedTimes(DeviceTimes):
+    """Times on a simulated device, whose clock the test advances by the queued work."""
 
     clock = 5.0
 
@@ -37,13 +37,13 @@ class Imitated(DeviceTimes):
 
 
 @pytest.fixture
-def times(monkeypatch: pytest.MonkeyPatch) -> Imitated:
+def times(monkeypatch: pytest.MonkeyPatch) -> SimulatedTimes:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda _device: None)
-    return Imitated(torch.device("cpu"))
+    return SimulatedTimes(torch.device("cpu"))
 
 
-def run_step(times: Imitated, log: Recorder, number: int) -> list[Step]:
-    """A step that takes the host no time, and the device 30 ms of which it waits 5."""
+def run_step(times: SimulatedTimes, log: Recorder, number: int) -> list[Step]:
+    """Run a step that takes no host time and 30 ms of device time, including a wait of 5 ms."""
     times.step_begins()
     with log.span(FORWARD):
         times.clock += 0.010
@@ -55,7 +55,7 @@ def run_step(times: Imitated, log: Recorder, number: int) -> list[Step]:
     return times.step_ends(Step(number, "plain", spans[0].start, spans[-1].end, {}, [], spans=spans))
 
 
-def test_steps_come_some_steps_later_with_the_devices_times(times: Imitated) -> None:
+def test_steps_with_device_times_arrive_some_steps_later(times: SimulatedTimes) -> None:
     log = Recorder(on=True, make_event=times.event)
     came = [run_step(times, log, number) for number in range(20)]
     assert [len(steps) for steps in came] == [0] * LAG + [1] * (20 - LAG)
@@ -70,7 +70,7 @@ def test_steps_come_some_steps_later_with_the_devices_times(times: Imitated) -> 
         assert meetings[0].left - meetings[0].came == pytest.approx(0.005)
 
 
-def test_a_span_without_events_stays_by_the_hosts_clock(times: Imitated) -> None:
+def test_span_without_events_uses_the_host_clock(times: SimulatedTimes) -> None:
     times.step_begins()
     mark = Span("gradient", 1.0, 1.0, 3)
     times.step_ends(Step(0, "plain", 0.0, 1.0, {}, [], spans=[mark]))

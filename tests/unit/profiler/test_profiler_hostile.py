@@ -1,4 +1,4 @@
-"""A profile's folder that somebody hostile has written: nothing outside is touched, and what is wrong is one line."""
+"""Malicious profile folders: files outside stay untouched, and each error is one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from profile_records import records
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A good profile."""
+    """A valid profile."""
     (tmp_path / "profile" / FOLDER).mkdir(parents=True)
     for record in records(2, 30):
         with path_of(tmp_path / "profile", record.rank).open("w") as file:
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "profile"
 
 
-def test_links_in_place_of_results_are_replaced_and_not_followed(folder: Path, tmp_path: Path) -> None:
+def test_links_in_place_of_results_are_replaced_without_following_them(folder: Path, tmp_path: Path) -> None:
     outside = {name: tmp_path / f"own-{name}" for name in RESULTS}
     for name, file in outside.items():
         file.write_text("mine")
@@ -41,26 +41,26 @@ def test_links_in_place_of_results_are_replaced_and_not_followed(folder: Path, t
     assert not any((folder / name).is_symlink() for name in outside)
 
 
-def test_a_link_in_place_of_the_records_is_not_followed_when_a_profile_begins(folder: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "rank-00000.jsonl").write_text("mine")
+def test_link_in_place_of_the_records_is_not_followed_at_the_start(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "own"
+    target.mkdir()
+    (target / "rank-00000.jsonl").write_text("mine")
     new = tmp_path / "new"
     new.mkdir()
-    (new / FOLDER).symlink_to(own)
+    (new / FOLDER).symlink_to(target)
     with pytest.raises(UsageError, match="ranks in it is a link"):
         ProfileSettings(str(new)).check()
     with pytest.raises(UsageError, match="ranks in it is a link"), profile(new):
         pass
     path_of(folder, 0).unlink()
-    path_of(folder, 0).symlink_to(own / "rank-00000.jsonl")
+    path_of(folder, 0).symlink_to(target / "rank-00000.jsonl")
     with profile(folder, operators=False):
         pass
-    assert (own / "rank-00000.jsonl").read_text() == "mine"
+    assert (target / "rank-00000.jsonl").read_text() == "mine"
 
 
 def head(change: Callable[[dict[str, Any]], object]) -> Callable[[list[str]], list[str]]:
-    """Return a change of the facts about a rank."""
+    """Return a change of the rank's metadata."""
 
     def changed(lines: list[str]) -> list[str]:
         for at in (0, -1):
@@ -84,25 +84,23 @@ def steps(change: Callable[[dict[str, Any]], object]) -> Callable[[list[str]], l
     return changed
 
 
-EVIL: dict[str, Callable[[list[str]], list[str]]] = {
-    "a huge world": head(lambda rank: rank.update(size=300_000_000)),
-    "a rank beyond it": head(lambda rank: rank.update(rank=7)),
-    "a huge number": head(lambda rank: rank.update(own_cores=1e308)),
-    "a number that is none": head(lambda rank: rank.update(busy_cores=float("nan"))),
-    "clocks that are a text": head(lambda rank: rank.update(offsets=[["a", "b", "c"]])),
-    "steps of no length": steps(lambda line: line.update(end=line["start"])),
+MALICIOUS: dict[str, Callable[[list[str]], list[str]]] = {
+    "huge world": head(lambda rank: rank.update(size=300_000_000)),
+    "rank beyond the world": head(lambda rank: rank.update(rank=7)),
+    "huge number": head(lambda rank: rank.update(own_cores=1e308)),
+    "not a number": head(lambda rank: rank.update(busy_cores=float("nan"))),
+    "clocks as text": head(lambda rank: rank.update(offsets=[["a", "b", "c"]])),
+    "zero-length steps": steps(lambda line: line.update(end=line["start"])),
     "endless steps": steps(lambda line: line.update(end=float("inf"))),
-    "meetings without an end": steps(lambda line: line.update(meetings=[["ddp/0", 0]])),
-    "a line that is a number": lambda lines: [lines[0], "7", *lines[1:]],
+    "unfinished collectives": steps(lambda line: line.update(meetings=[["ddp/0", 0]])),
+    "number in place of a line": lambda lines: [lines[0], "7", *lines[1:]],
     "deep JSON": lambda lines: [lines[0], "[" * 100_000 + "]" * 100_000, *lines[1:]],
-    "a number of many digits": lambda lines: [lines[0].replace('"cores": 2', '"cores": ' + "9" * 100_000), *lines[1:]],
+    "number with many digits": lambda lines: [lines[0].replace('"cores": 2', '"cores": ' + "9" * 100_000), *lines[1:]],
 }
 
 
-@pytest.mark.parametrize("change", EVIL.values(), ids=EVIL)
-def test_records_that_cannot_be_right_are_refused_in_one_line(
-    folder: Path, change: Callable[[list[str]], list[str]]
-) -> None:
+@pytest.mark.parametrize("change", MALICIOUS.values(), ids=MALICIOUS)
+def test_impossible_records_are_refused_in_one_line(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
     for rank in range(2):
         lines = path_of(folder, rank).read_text().splitlines()
         path_of(folder, rank).write_text("\n".join(change(lines)) + "\n")
@@ -112,7 +110,7 @@ def test_records_that_cannot_be_right_are_refused_in_one_line(
     assert len(str(caught.value)) < 500
 
 
-def test_what_is_no_file_or_a_huge_one_is_not_read(folder: Path) -> None:
+def test_nonregular_or_huge_files_are_not_read(folder: Path) -> None:
     path_of(folder, 1).unlink()
     os.mkfifo(path_of(folder, 1))
     with pytest.raises(UsageError, match="it is not a regular file"):
@@ -125,7 +123,7 @@ def test_what_is_no_file_or_a_huge_one_is_not_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"traceEvents": [' * 50_000, '{"traceEvents": [{"ph": "X"}]}', "[]", '{"a": NaN}'])
-def test_an_evil_trace_of_torch_is_one_line_or_left_out(folder: Path, text: str) -> None:
+def test_malicious_torch_trace_is_one_line_or_skipped(folder: Path, text: str) -> None:
     made = path_of(folder, 0).read_text().replace('"kind": "plain"', '"kind": "traced"', 3)
     path_of(folder, 0).write_text(made)
     trace_of(folder, 0).write_text(text)
@@ -145,7 +143,7 @@ def test_control_characters_do_not_reach_the_terminal(folder: Path, capsys: pyte
     assert "\x07" not in shown
 
 
-def test_long_errors_and_ranks_without_a_record_take_a_line_of_bounded_length(
+def test_long_errors_and_missing_records_take_one_bounded_line(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in range(2):

@@ -32,7 +32,7 @@ OPERATORS = OperatorTable([Operator("aten::addmm", 24, 0.0212, 0.41), Operator("
 
 
 def made(ranks: int = 2, steps: int = 43, slow: int | None = 1, buckets: int = 4) -> list[RankRecord]:
-    """Return the records of a run in which rank `slow` is 30 ms late, and a step 100 ms longer on all ranks."""
+    """Return records with rank `slow` 30 ms late, and one step 100 ms longer on all ranks."""
 
     def timing(rank: int, step: int) -> dict[str, float]:
         late = 0.03 * (rank == slow)
@@ -42,7 +42,7 @@ def made(ranks: int = 2, steps: int = 43, slow: int | None = 1, buckets: int = 4
 
 
 def gaps() -> Report:
-    """A rank without steps, another one without some of them, no peaks, no rows, and no detailed step."""
+    """Return a report with one rank without steps, one with gaps, no peaks, no rows, and no detailed step."""
     some, whole, none = made(3)
     few = [step for step in some.steps if step.number not in range(3, 9)]
     ranks = [replace(some, steps=few), whole, replace(none, steps=[])]
@@ -50,7 +50,7 @@ def gaps() -> Report:
 
 
 def evil() -> Report:
-    """Names that would become elements and scripts of the page if they were not escaped; buckets without an end."""
+    """Return a report with names that would inject HTML if unescaped, and buckets without an end."""
     ranks = [replace(rank, title=EVIL, backend=EVIL, host=EVIL, device=EVIL, memory={EVIL: 1000}) for rank in made()]
     for rank in ranks:
         for step in rank.steps:
@@ -62,7 +62,7 @@ def evil() -> Report:
 
 
 class Elements(HTMLParser):
-    """Counts elements and remembers ids and what they refer to."""
+    """Counts elements, and remembers IDs and references to them."""
 
     VOID = frozenset({"meta", "br", "img", "input", "link"})
 
@@ -101,7 +101,7 @@ each_shape = pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
 
 
 @each_shape
-def test_every_report_becomes_a_whole_page_that_fetches_nothing(make: Any) -> None:
+def test_reports_become_complete_offline_pages(make: Any) -> None:
     text = page(make())
     elements = Elements(text)
     assert elements.open == []
@@ -110,10 +110,10 @@ def test_every_report_becomes_a_whole_page_that_fetches_nothing(make: Any) -> No
     assert not {"link", "img", "iframe", "object", "base"} & set(elements.names)
     assert not re.search(r"@import|url\(", text)
     for address in re.findall(r"https?://[^\"' )]+", text):
-        assert address.startswith("https://github.com/leeoniya/uPlot")  # in the comment that names it
+        assert address.startswith("https://github.com/leeoniya/uPlot")  # mentioned in its comment
 
 
-def test_many_ranks_and_steps_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranks_and_steps_give_a_small_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.profiler.page.MOST_POINTS", 16_000)
     large = verdict(made(32, 1003, slow=13, buckets=1))
     text = page(large)
@@ -125,14 +125,16 @@ def test_many_ranks_and_steps_stay_small(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(record["outliers"]) == len(range(20, 1003, 97))
 
 
-def test_outliers_are_steps_far_above_the_ranks_median() -> None:
+def test_outliers_are_steps_far_above_the_rank_median() -> None:
     rows = [[0.1, 0.2], [0.101, 0.2], [0.3, 0.2], [math.nan, 0.6], [0.1, 0.2], [0.099, math.nan]]
-    found = [(one.index, one.rank, one.seconds) for one in find_outliers(rows)]
-    assert found == [(2, 0, 0.3), (3, 1, 0.6)]
+    outliers = [(step.index, step.rank, step.seconds) for step in find_outliers(rows)]
+    assert outliers == [(2, 0, 0.3), (3, 1, 0.6)]
     assert find_outliers([]) == find_outliers([[math.nan, math.nan]]) == []
     noisy = [[0.1], [0.2], [0.08], [0.12], [0.25]]
-    assert [one.ratio for one in find_outliers(noisy)] == [pytest.approx(0.25 / 0.12)], "twice the median in any noise"
-    assert find_outliers([[0.1], [0.1], [0.105]]) == []  # the deviation is 0, but a twentieth is nothing to mark
+    assert [step.ratio for step in find_outliers(noisy)] == [pytest.approx(0.25 / 0.12)], (
+        "twice the median for any noise"
+    )
+    assert find_outliers([[0.1], [0.1], [0.105]]) == []  # zero deviation, but a 5 % difference is insignificant
 
 
 SEEN = """
@@ -191,7 +193,7 @@ ZOOMS = (
 
 
 @pytest.mark.slow
-def test_the_timeline_zooms_by_button_keys_wheel_and_mouse(tmp_path: Path) -> None:
+def test_timeline_zooms_with_buttons_keys_wheel_and_mouse(tmp_path: Path) -> None:
     said = run_in_page(page(verdict(made())), ZOOMS, tmp_path, "--window-size=1280,900")
     assert said == [
         ["whole", True, True],
@@ -214,15 +216,15 @@ def printed(table: Any, width: int = 200) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_table_has_the_time_and_share_of_each_part() -> None:
+def test_table_has_the_time_and_share_of_each_part() -> None:
     said = printed(parts_table(verdict(made()).facts))
     assert re.search(r" rank 1 +mean *\n.*rank 0 +slow +of 2", said)
     assert re.search(r"length +101 ms +101 ms +101 ms", said)
     assert re.search(r"forward +21\.0 ms +21% +51\.0 ms +50% +36\.0 ms +36%", said)
-    assert "checkpoint" not in said  # there was none
+    assert "checkpoint" not in said  # the run saved none
 
 
-def test_pauses_of_the_garbage_collector_are_in_both_tables() -> None:
+def test_garbage_collection_pauses_are_in_both_tables() -> None:
     ranks = made()
     for step in ranks[0].steps:
         step.collecting = 0.0123

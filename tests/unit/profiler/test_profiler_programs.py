@@ -1,4 +1,4 @@
-"""Profiles of ordinary programs that do more than train one wrapper: nothing breaks, or is counted wrongly."""
+"""Profiles of programs that do more than train a single wrapper remain correct."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def wrapped(**options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimi
     return model, sgd(model)
 
 
-def with_a_model_of_its_own(world: World, folder: Path) -> None:
+def with_an_unwrapped_model(world: World, folder: Path) -> None:
     (model, optimizer), local = wrapped(), net()
     with profile(folder, operators=False):
         for number in range(14):
@@ -66,35 +66,35 @@ def with_a_model_of_its_own(world: World, folder: Path) -> None:
                 step(local, sgd(local))
 
 
-def test_steps_of_a_model_that_one_rank_trains_by_itself_do_not_shift_its_steps(pools: Pools, tmp_path: Path) -> None:
-    """Steps are matched by number: with more of them on one rank, bubbles were sought in different steps."""
-    pools.run(2, with_a_model_of_its_own, tmp_path)
+def test_steps_of_a_model_private_to_one_rank_do_not_shift_the_numbering(pools: Pools, tmp_path: Path) -> None:
+    """Steps are matched by number; extra steps on one rank attributed bubbles to the wrong steps."""
+    pools.run(2, with_an_unwrapped_model, tmp_path)
     assert [len(record.steps) for record in read_ranks(tmp_path)] == [14, 14]
 
 
 def with_torchs_profiler(world: World, folder: Path, begin: int, use: str) -> list[int]:
-    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11, of any profiler
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # emitted by torch 2.11 for any profiler
     model, optimizer = wrapped()
-    own: Any = torch.profiler.profile() if use == "profiler" else torch.autograd.profiler.profile()
+    profiler: Any = torch.profiler.profile() if use == "profiler" else torch.autograd.profiler.profile()
     if use == "schedule":
-        own = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=begin, active=4, repeat=1))
+        profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=begin, active=4, repeat=1))
     with profile(folder):
         for number in range(16):
             if number == (0 if use == "schedule" else begin):
-                own.__enter__()
+                profiler.__enter__()
             step(model, optimizer)
             if use == "schedule":
-                own.step()
+                profiler.step()
             elif number == 12:
-                own.__exit__(None, None, None)
+                profiler.__exit__(None, None, None)
         if use == "schedule":
-            own.__exit__(None, None, None)
-    return [len(own.key_averages())]
+            profiler.__exit__(None, None, None)
+    return [len(profiler.key_averages())]
 
 
 @pytest.mark.parametrize(("use", "begin"), [("profiler", 1), ("autograd", 9), ("schedule", 9)])
-def test_a_program_that_profiles_itself_keeps_its_profile(pools: Pools, tmp_path: Path, use: str, begin: int) -> None:
-    """Two profilers of torch in a process end it with a segmentation fault, or leave one of them empty."""
+def test_program_that_uses_torch_profiler_keeps_its_profile(pools: Pools, tmp_path: Path, use: str, begin: int) -> None:
+    """Two torch profilers in a process cause a segmentation fault, or leave one profile empty."""
     assert min(pools.run(1, with_torchs_profiler, tmp_path, begin, use)[0]) > 3
     report = make_report(tmp_path)
     assert not report.facts.operators.operators
@@ -109,7 +109,7 @@ def with_frozen_layers(world: World, folder: Path) -> None:
 
 
 def test_layers_frozen_after_wrapping_leave_a_report(pools: Pools, tmp_path: Path) -> None:
-    """Gradients are numbered among all wrapped parameters, and the simulation of buckets knows the trained ones."""
+    """Gradients are numbered among all wrapped parameters, but the bucket simulation knows only trained ones."""
     pools.run(2, with_frozen_layers, tmp_path)
     assert make_report(tmp_path).facts.accounts.steps
 
@@ -123,15 +123,17 @@ def with_a_frozen_layer_alone(_world: World, folder: Path) -> list[int]:
     return [len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters()]
 
 
-def test_one_rank_measures_its_layers_too(pools: Pools, tmp_path: Path) -> None:
-    """A single rank has no reducer, which marks the arrival of gradients."""
+def test_single_rank_also_measures_its_layers(pools: Pools, tmp_path: Path) -> None:
+    """A single rank has no reducer that records the arrival of gradients."""
     [hooks] = pools.run(1, with_a_frozen_layer_alone, tmp_path)
     assert hooks == [0] * 6, "the profiler's hooks are removed"
     plan = from_summary(tmp_path)
     assert sorted(nbytes for _, nbytes in plan.layers[:2]) == [4 * 2, 4 * 2 * 64]
     assert sorted(nbytes for _, nbytes in plan.layers[2:]) == [4 * 64, 4 * 32 * 64]
     assert min(seconds for seconds, _ in plan.layers) >= 0
-    assert len({f"{seconds / nbytes:.3g}" for seconds, nbytes in plan.layers}) > 1, "measured, not taken from the bytes"
+    assert len({f"{seconds / nbytes:.3g}" for seconds, nbytes in plan.layers}) > 1, (
+        "measured, not derived from the bytes"
+    )
     assert (plan.ranks, plan.samples, plan.all_reduces, plan.communication_s) == (1, 4, [], 0)
 
 
@@ -147,11 +149,11 @@ def with_compile(world: World, folder: Path, what: str) -> None:
     ("what", "backend"),
     [("module", None), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("wrapper", None), ("torch", "gloo")))],
 )
-def test_what_torch_compile_has_made_is_seen(tmp_path: Path, what: str, backend: str | None) -> None:
-    """A compiled wrapper was traced through the function that notes its forward; names had a prefix of torch's."""
+def test_compiled_modules_are_recorded(tmp_path: Path, what: str, backend: str | None) -> None:
+    """A compiled wrapper was traced through the function that records its forward, and its names had torch's prefix."""
     run_ranks(2, with_compile, tmp_path, what, backend=backend)
     for record in read_ranks(tmp_path):
-        assert [one.rows for one in record.steps] == [4] * 10
+        assert [step.rows for step in record.steps] == [4] * 10
         assert record.wrapper == ("torch" if what == "torch" else "paceline")
         sizes = sum(nbytes for _, nbytes in record.parameters)
         assert sum(record.buckets) == (0 if what == "torch" else sizes) < sizes + 1
@@ -176,11 +178,11 @@ def with_forks(world: World, folder: Path) -> None:
                 assert child.exitcode == 0
 
 
-def test_a_forked_child_records_nothing_and_its_parent_goes_on(pools: Pools, tmp_path: Path) -> None:
-    """A child inherits the open file, and would write its steps among those of its parent."""
+def test_forked_child_records_nothing_and_its_parent_continues(pools: Pools, tmp_path: Path) -> None:
+    """A child inherits the open file and would write its steps between those of its parent."""
     pools.run(1, with_forks, tmp_path)
     [record] = read_ranks(tmp_path)
-    assert [one.number for one in record.steps] == list(range(14))
+    assert [step.number for step in record.steps] == list(range(14))
     assert record.ended == ""
 
 
@@ -198,8 +200,8 @@ def short(world: World, folder: Path) -> None:
         step(*wrapped(), 6)
 
 
-def test_a_second_profile_in_a_folder_shows_nothing_of_the_first(pools: Pools, tmp_path: Path) -> None:
-    """All ranks of a host start their clocks when it boots, so that alone does not tell which record is newer."""
+def test_second_profile_in_a_folder_excludes_the_first(pools: Pools, tmp_path: Path) -> None:
+    """On one host, all ranks count time from its boot, which alone cannot show which record is newer."""
     pools.run(2, short, tmp_path)
     (tmp_path / FOLDER / "rank-00000.torch.json").write_text("{}")
     second = path_of(tmp_path, 1).read_text()
@@ -211,7 +213,7 @@ def test_a_second_profile_in_a_folder_shows_nothing_of_the_first(pools: Pools, t
 
 
 def before_its_world(world: World, folder: Path) -> str:
-    """Begin a profile when there is no group yet: the program above has destroyed its own."""
+    """Start a profile before a process group exists; the program above has destroyed its group."""
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     with suppress(AssertionError), profile(folder / str(world.rank), operators=False):
@@ -222,8 +224,8 @@ def before_its_world(world: World, folder: Path) -> str:
     return str(raised.value)
 
 
-def test_a_program_may_change_its_folder_and_destroy_and_make_its_group(tmp_path: Path) -> None:
-    """Rank 0 waits for the others' records without a collective. Before its group, each process was rank 0."""
+def test_program_may_change_its_folder_and_recreate_its_group(tmp_path: Path) -> None:
+    """Rank 0 waits for the other records without a collective. Without a group, each process counted as rank 0."""
     with Ranks(2) as ranks:
         ranks.run(elsewhere, tmp_path / "out")
         messages = ranks.run(before_its_world, tmp_path)
@@ -246,7 +248,7 @@ def crowding(world: World, folder: Path) -> int:
     return most
 
 
-def test_a_step_with_very_many_spans_takes_bounded_memory_and_counts_in_no_figure(pools: Pools, tmp_path: Path) -> None:
+def test_step_with_too_many_spans_uses_bounded_memory_and_is_excluded(pools: Pools, tmp_path: Path) -> None:
     assert pools.run(1, crowding, tmp_path)[0] < 80
     assert make_report(tmp_path).facts.accounts.steps == [3, 4, 5, 7, 8, 9]
 
@@ -258,7 +260,7 @@ def by_hand(world: World, folder: Path) -> None:
             model(torch.ones(4, 16)).square().mean().backward()
 
 
-def test_a_loop_without_an_optimizer_is_told_what_ends_a_step(pools: Pools, tmp_path: Path) -> None:
+def test_loop_without_an_optimizer_gets_a_hint_on_ending_steps(pools: Pools, tmp_path: Path) -> None:
     pools.run(1, by_hand, tmp_path)
     with pytest.raises(UsageError, match=r"a step ends when an optimizer of torch\.optim steps after a backward"):
         write_results(tmp_path)
@@ -268,9 +270,9 @@ def on_a_full_disk(world: World, folder: Path) -> int:
     training = wrapped()
     with Session(folder, operators=False):
         file = str(rank_file.path_of(folder, 0).resolve())
-        [number] = (int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == file)
+        [number] = (int(entry.name) for entry in Path("/proc/self/fd").iterdir() if os.path.realpath(entry) == file)
         with Path("/dev/full").open("w") as device:
-            os.dup2(device.fileno(), number)  # nothing more goes into it
+            os.dup2(device.fileno(), number)  # further writes fail
         session.FLUSH_S = 0.0  # type: ignore[misc]
         step(*training, 5)
         assert not recorder.on
@@ -278,17 +280,17 @@ def on_a_full_disk(world: World, folder: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
-def test_a_disk_that_is_full_ends_the_profile_and_not_the_training(tmp_path: Path) -> None:
+def test_full_disk_ends_the_profile_but_not_the_training(tmp_path: Path) -> None:
     assert run_ranks(1, on_a_full_disk, tmp_path) == [5]
 
 
-def test_files_of_others_and_too_many_steps_are_refused(tmp_path: Path) -> None:
-    """``--out .`` removed a project's own summary.json; with more steps than are kept the program did not end."""
-    own = tmp_path / "summary.json"
-    own.write_text("mine")
+def test_unrelated_files_and_too_many_steps_are_refused(tmp_path: Path) -> None:
+    """``--out .`` removed a project's own summary.json; with more than the maximum of steps the program did not end."""
+    unrelated = tmp_path / "summary.json"
+    unrelated.write_text("mine")
     with pytest.raises(UsageError, match=r"has a summary.json that a profile did not write and would delete"):
         ProfileSettings(str(tmp_path)).check()
-    assert own.read_text() == "mine"
+    assert unrelated.read_text() == "mine"
     with pytest.raises(UsageError, match=r"--steps must be at most 10000"):
         ProfileSettings(str(tmp_path / "new"), steps=MOST + 1).check()
 
@@ -311,8 +313,8 @@ sys.exit(3)
 """
 
 
-def test_a_script_runs_as_python_runs_it(tmp_path: Path) -> None:
-    """Its own folder is the first on the path, not the current one; a link is followed; the file's path is absolute."""
+def test_script_runs_as_under_python(tmp_path: Path) -> None:
+    """Its real folder comes first on the path instead of the current one, and its file path is absolute."""
     real = tmp_path / "the real one"
     real.mkdir()
     (real / "train.py").write_text(SCRIPT)

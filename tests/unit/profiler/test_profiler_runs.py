@@ -1,4 +1,4 @@
-"""Profiles of real ranks: what is recorded, on both backends and both wrappers, and what is left behind."""
+"""Profiles of real ranks on both backends and both wrappers: recorded data and cleanup."""
 
 from __future__ import annotations
 
@@ -61,23 +61,23 @@ def seconds_of_step(model: nn.Module) -> float:
 
 
 def profiled(world: World, folder: Path, sleep: float) -> list[bool]:
-    before = originals()
+    original = originals()
     model = DistributedDataParallel(net(), bucket_cap_mb=0.02)
-    if sleep:  # longer than what other work on the machine makes a step last
+    if sleep:  # longer than the disturbances on a busy machine
         sleep = max(sleep, 5 * max(seconds_of_step(model) for _ in range(5)))
     with profile(folder):
         train(model, STEPS, sleep * (world.rank == 1))
-    same = [one is other for one, other in zip(before, originals(), strict=True)]
+    same = [one is other for one, other in zip(original, originals(), strict=True)]
     same.append(not any(isinstance(callback, CollectorPauses) for callback in gc.callbacks))
     return [*same, not recorder.on, not recorder.detailed, not recorder.spans, recorder.bucket_watch is None]
 
 
 @pytest.mark.slow
-def test_a_rank_that_sleeps_is_found_and_all_files_are_there(pools: Pools, tmp_path: Path) -> None:
+def test_sleeping_rank_is_detected_and_all_files_are_written(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, profiled, tmp_path, 0.15)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["straggler_rank"] == 1
-    assert summary["steps"] == STEPS - 3 - 3 - 1, "without those that warm up, are traced, or end the trace"
+    assert summary["steps"] == STEPS - 3 - 3 - 1, "without the steps that warm up, are traced, or end the trace"
     assert summary["bubble_ms_per_step"]["0"] > summary["bubble_ms_per_step"]["1"]
     assert summary["advice"][0]["kind"] == "straggler"
     assert summary["samples_per_step"] == 8 * 2
@@ -95,7 +95,7 @@ def finished(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a profile of two ranks."""
     folder = tmp_path_factory.mktemp("finished")
     restored = pools.run(2, profiled, folder, 0.0)
-    assert all(map(all, restored)), "what was put into torch is taken out again"
+    assert all(map(all, restored)), "all patches of torch are removed"
     return folder
 
 
@@ -119,12 +119,12 @@ def test_gradient_norms_are_measured_only_on_request(finished: Path, pools: Pool
     pools.run(2, noisy, tmp_path)
     for record in read_ranks(tmp_path):
         assert [step.number for step in record.steps if step.norms] == [4, 8, 12, 16, 20, 24]
-    # Both ranks train on the same data, so a rank's gradient is the average, and shows no noise.
+    # Both ranks train on the same data, so each gradient equals the average and shows no noise.
     assert json.loads((tmp_path / "summary.json").read_text())["gradient_noise_scale"] is None
 
 
 def in_torchs_wrapper(world: World, folder: Path) -> dict[str, bool]:
-    """Train with buffers and accumulation, with and without a profile; return which parameters have equal bits."""
+    """Train with buffers and accumulation, with and without a profile; return the parameters with equal bits."""
 
     def trained(is_profiled: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -145,17 +145,17 @@ def in_torchs_wrapper(world: World, folder: Path) -> dict[str, bool]:
     return {name: torch.equal(value, profiled[name]) for name, value in plain.items()}
 
 
-def test_waits_of_torchs_wrapper_are_meetings_and_watching_them_changes_no_bit(gloo: Pools, tmp_path: Path) -> None:
+def test_waits_of_the_torch_wrapper_are_recorded_without_changing_bits(gloo: Pools, tmp_path: Path) -> None:
     same = gloo.run(2, in_torchs_wrapper, tmp_path)
-    assert all(all(one.values()) for one in same), same
+    assert all(all(equal.values()) for equal in same), same
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 8 - 3
     assert any("torch's DistributedDataParallel" in note for note in summary["missing"])
     for record in read_ranks(tmp_path):
         for step in record.steps:
             labels = [span.label for span in step.spans]
-            assert labels.count("wait") == 1, "the backward inside no_sync waits for nobody"
-            assert labels.count("collective") == 1, "rank 0's buffers travel before the forward that synchronizes"
+            assert labels.count("wait") == 1, "the backward inside no_sync does not wait"
+            assert labels.count("collective") == 1, "rank 0 broadcasts buffers original the synchronizing forward"
             assert [meeting.group for meeting in step.meetings] == [next(iter(record.groups))] * 2
 
 
@@ -171,7 +171,7 @@ def without_wrapper(world: World, folder: Path) -> None:
         train(net(), 12)
 
 
-def test_a_program_without_a_wrapper_is_told_so(pools: Pools, tmp_path: Path) -> None:
+def test_program_without_a_wrapper_is_reported(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, without_wrapper, tmp_path)
     with pytest.raises(UsageError, match="trained no model in DistributedDataParallel"):
         write_results(tmp_path)
@@ -188,14 +188,14 @@ class Failing(torch.optim.SGD):
 
 
 def take_steps(world: World, folder: Path, kind: str) -> None:
-    """Profile 8 steps; an optimizer may fail."""
+    """Profile 8 steps, optionally with a failing optimizer."""
     model = DistributedDataParallel(net())
     parts = [model.module[at] for at in (0, 2)] if kind == "two" else [model]
     make: Any = Failing if kind == "failing" else torch.optim.SGD
     optimizers = [make(part.parameters(), lr=0.1) for part in parts]
     if kind == "sharded":
         optimizers = [ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)]
-        optimizers[0].register_step_post_hook(lambda *_: time.sleep(0.02))  # when the inner one has stepped
+        optimizers[0].register_step_post_hook(lambda *_: time.sleep(0.02))  # after the inner optimizer has stepped
     with profile(folder, operators=False):
         for _ in range(8):
             for left in reversed(range(3 if kind == "accumulating" else 1)):
@@ -207,41 +207,39 @@ def take_steps(world: World, folder: Path, kind: str) -> None:
                 optimizer.zero_grad()
 
 
-def test_accumulated_batches_are_one_step_and_all_their_backwards_count(pools: Pools, tmp_path: Path) -> None:
+def test_accumulated_batches_are_one_step_including_all_backwards(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, take_steps, tmp_path, "accumulating")
     for record in read_ranks(tmp_path):
         assert [(step.batches, step.rows) for step in record.steps] == [(3, 12)] * 8
         assert min(sum(span.label == "backward" for span in step.spans) for step in record.steps) >= 3
 
 
-def test_every_stretch_is_recorded_once_until_there_are_as_many_steps_as_were_wanted(
-    pools: Pools, tmp_path: Path
-) -> None:
-    """What the wrapper and the step guard record inside torch's backward and step would double the cost of spans."""
-    assert pools.run(2, enough, tmp_path) == [0, 0], "the block goes on without spans"
+def test_every_span_is_recorded_once_until_enough_steps(pools: Pools, tmp_path: Path) -> None:
+    """Spans from the wrapper and the step guard inside torch's backward and step would count time twice."""
+    assert pools.run(2, enough, tmp_path) == [0, 0], "the block continues without spans"
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
     for record in read_ranks(tmp_path):
         for step in record.steps:
             labels = [span.label for span in step.spans]
             assert [labels.count(label) for label in ("forward", "backward", "optimizer")] == [1] * 3
-            # In some steps the comparison of parameters exchanges numbers after the wait, and waits for them as well.
+            # In some steps the comparison of parameters follows the wait, and itself waits for an exchange of numbers.
             assert labels.count("wait") == 1 + labels[labels.index("wait") :].count("control")
             assert ("bucket wait" in labels) == (step.kind == "detailed")
 
 
-def test_an_optimizer_that_failed_costs_no_later_step_its_span(pools: Pools, tmp_path: Path) -> None:
+def test_failed_optimizer_step_loses_no_later_span(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, take_steps, tmp_path, "failing")
     for record in read_ranks(tmp_path):
-        found = [[span.label for span in step.spans].count("optimizer") for step in record.steps]
-        assert found[-4:] == [1] * 4
+        counts = [[span.label for span in step.spans].count("optimizer") for step in record.steps]
+        assert counts[-4:] == [1] * 4
 
 
-def test_two_optimizers_of_one_backward_make_one_step(pools: Pools, tmp_path: Path) -> None:
+def test_two_optimizers_after_one_backward_make_one_step(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, take_steps, tmp_path, "two")
     assert len(read_ranks(tmp_path)[0].steps) == 8
 
 
-def test_a_step_ends_with_the_outer_optimizer_where_one_steps_inside_another(pools: Pools, tmp_path: Path) -> None:
+def test_nested_optimizers_end_a_step_with_the_outer_one(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, take_steps, tmp_path, "sharded")
     for record in read_ranks(tmp_path):
         assert len(record.steps) == 8
@@ -262,14 +260,14 @@ def failing(world: World, folder: Path) -> str:
         return "ended"
 
 
-def test_what_was_recorded_before_an_interrupt_is_written(pools: Pools, tmp_path: Path) -> None:
+def test_data_recorded_before_an_interrupt_is_written(pools: Pools, tmp_path: Path) -> None:
     assert pools.run(2, failing, tmp_path) == ["ended"] * 2
     report = write_results(tmp_path)
     assert len(report.facts.accounts.steps) == 7
     assert any("was stopped from outside, by Ctrl-C or SIGTERM" in note for note in report.missing)
 
 
-def test_a_record_that_was_cut_off_or_is_missing_is_used_as_far_as_it_goes(finished: Path, tmp_path: Path) -> None:
+def test_truncated_or_missing_records_are_used_as_far_as_possible(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     first, second = (path_of(tmp_path, rank) for rank in (0, 1))
     lines = second.read_text().splitlines()
@@ -284,7 +282,7 @@ def test_a_record_that_was_cut_off_or_is_missing_is_used_as_far_as_it_goes(finis
         write_results(tmp_path)
 
 
-def test_folders_that_cannot_be_written_to_and_profiles_inside_profiles_are_refused(tmp_path: Path) -> None:
+def test_unwritable_folders_and_nested_profiles_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(UsageError, match="cannot write to the profile's folder"), profile(file / "below"):

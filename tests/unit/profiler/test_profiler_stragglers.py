@@ -1,4 +1,4 @@
-"""find_stragglers: who was slow, from when to when, and nobody who was not."""
+"""find_stragglers names slow ranks and when they were slow, and no others."""
 
 import numpy
 import pytest
@@ -14,42 +14,42 @@ def times(steps, ranks, noise=0.03, seed=0):
 
 
 def only(seconds, **options):
-    """Return the one straggler of `seconds`."""
-    (found,) = find_stragglers(seconds, **options)
-    return found
+    """Return the only straggler in `seconds`."""
+    (straggler,) = find_stragglers(seconds, **options)
+    return straggler
 
 
-def test_a_rank_that_is_always_slow_is_persistent():
+def test_always_slow_rank_is_persistent():
     seconds = times(300, 8)
     seconds[:, 5] *= 1.4
-    found = only(seconds)
-    assert (found.rank, found.kind) == (5, "persistent")
-    assert (found.first_step, found.last_step, found.steps_slow) == (0, 299, 300)
-    assert found.slowdown == pytest.approx(1.4, rel=0.02)
-    assert found.seconds_lost == pytest.approx(300 * 0.04, rel=0.05)
+    straggler = only(seconds)
+    assert (straggler.rank, straggler.kind) == (5, "persistent")
+    assert (straggler.first_step, straggler.last_step, straggler.steps_slow) == (0, 299, 300)
+    assert straggler.slowdown == pytest.approx(1.4, rel=0.02)
+    assert straggler.seconds_lost == pytest.approx(300 * 0.04, rel=0.05)
 
 
 @pytest.mark.parametrize("ranks", [2, 16])
-def test_a_rank_that_becomes_slow_is_emerging_from_that_step_on(ranks):
+def test_rank_that_becomes_slow_is_emerging_from_that_step(ranks):
     seconds = times(400, ranks)
     seconds[310:, 1] *= 1.42
-    found = only(seconds)
-    assert (found.rank, found.kind, found.last_step) == (1, "emerging", 399)
-    assert abs(found.first_step - 310) <= 2
+    straggler = only(seconds)
+    assert (straggler.rank, straggler.kind, straggler.last_step) == (1, "emerging", 399)
+    assert abs(straggler.first_step - 310) <= 2
 
 
 @pytest.mark.parametrize("first", [0, 120])
-def test_a_rank_that_recovers_is_slow_until_then(first):
+def test_recovering_rank_is_slow_until_its_recovery(first):
     seconds = times(400, 8)
     seconds[first:200, 2] *= 1.3
-    found = only(seconds)
-    assert (found.rank, found.kind) == (2, "recovered")
-    assert abs(found.first_step - first) <= 2
-    assert abs(found.last_step - 199) <= 2
+    straggler = only(seconds)
+    assert (straggler.rank, straggler.kind) == (2, "recovered")
+    assert abs(straggler.first_step - first) <= 2
+    assert abs(straggler.last_step - 199) <= 2
 
 
 @pytest.mark.parametrize("slow_in", ["40 % at random", "every other", "20 on, 20 off", "two intervals"])
-def test_a_rank_that_is_slow_now_and_then_is_fluctuating(slow_in):
+def test_intermittently_slow_rank_is_fluctuating(slow_in):
     step = numpy.arange(400)
     slow = {
         "40 % at random": numpy.random.default_rng(1).random(400) < 0.4,
@@ -59,34 +59,34 @@ def test_a_rank_that_is_slow_now_and_then_is_fluctuating(slow_in):
     }[slow_in]
     seconds = times(400, 8)
     seconds[slow, 3] *= 1.5
-    found = only(seconds)
-    assert (found.rank, found.kind) == (3, "fluctuating")
-    assert abs(found.steps_slow - slow.sum()) <= 8
-    assert found.slowdown == pytest.approx(1.5, rel=0.03)
+    straggler = only(seconds)
+    assert (straggler.rank, straggler.kind) == (3, "fluctuating")
+    assert abs(straggler.steps_slow - slow.sum()) <= 8
+    assert straggler.slowdown == pytest.approx(1.5, rel=0.03)
 
 
 @pytest.mark.parametrize(("slow", "ranks"), [(1, 2), (15, 32)])
-def test_up_to_half_of_the_ranks_are_named_at_once(slow, ranks):
-    """A whole host is often slow, so the median of the others must hold until half of them are."""
+def test_up_to_half_of_the_ranks_can_be_named_at_once(slow, ranks):
+    """Often a whole host is slow, so the reference must hold until half of the ranks are slow."""
     seconds = times(300, ranks, 0.05)
     seconds[:, :slow] *= 1.3
-    found = find_stragglers(seconds)
-    assert sorted(straggler.rank for straggler in found) == list(range(slow))
-    assert all(straggler.kind == "persistent" for straggler in found)
-    assert [s.seconds_lost for s in found] == sorted((s.seconds_lost for s in found), reverse=True)
+    stragglers = find_stragglers(seconds)
+    assert sorted(straggler.rank for straggler in stragglers) == list(range(slow))
+    assert all(straggler.kind == "persistent" for straggler in stragglers)
+    assert [s.seconds_lost for s in stragglers] == sorted((s.seconds_lost for s in stragglers), reverse=True)
 
 
-def test_a_mild_straggler_is_found_over_many_steps():
+def test_mild_straggler_is_found_over_many_steps():
     seconds = times(1000, 16, 0.02)
     seconds[:, 9] *= 1.04
     assert find_stragglers(seconds) == []
-    found = only(seconds, min_slowdown=1.025)
-    assert (found.rank, found.kind) == (9, "persistent")
-    assert found.slowdown == pytest.approx(1.04, abs=0.005)
+    straggler = only(seconds, min_slowdown=1.025)
+    assert (straggler.rank, straggler.kind) == (9, "persistent")
+    assert straggler.slowdown == pytest.approx(1.04, abs=0.005)
 
 
 def clean_jobs():
-    """Make jobs without a straggler, each with something that looks like one."""
+    """Return jobs without a straggler, each with a feature that resembles one."""
     random = numpy.random.default_rng(3)
     yield "three spikes in a row", _with(lambda x: x.__setitem__((slice(300, 303), 2), 50.0))
     yield "rank 0 saves every 50 steps", _with(lambda x: x.__setitem__((slice(None, None, 50), 0), 2.0))
@@ -115,50 +115,50 @@ def _with(change):
 @pytest.mark.parametrize(
     ("name", "seconds"), list(clean_jobs()), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_is_no_straggler_raises_no_alarm(name, seconds):
+def test_no_alarm_for_balanced_ranks(name, seconds):
     assert find_stragglers(seconds) == []
 
 
-def test_steady_differences_hide_nobody_who_becomes_slow():
-    """A median over the whole job, half of it slow, was taken for the rank's usual time."""
+def test_constant_differences_do_not_hide_a_rank_that_becomes_slow():
+    """The median over a half-slow job was taken for the rank's usual time."""
     for seed in range(3):
         seconds = times(400, 8, 0.1, seed) * [1, 1.1, 1, 1.1, 1, 1, 1.1, 1]
         seconds[190:, 2] *= 1.25
-        found = only(seconds)
-        assert (found.rank, found.kind) == (2, "emerging")
-        assert abs(found.first_step - 190) <= 20
+        straggler = only(seconds)
+        assert (straggler.rank, straggler.kind) == (2, "emerging")
+        assert abs(straggler.first_step - 190) <= 20
 
 
-def test_more_than_half_of_the_ranks_are_named_if_they_are_slow_from_the_start():
-    """They are compared with the fastest quarter, as a median would call the slow ones usual."""
+def test_slow_majority_is_named_if_slow_from_the_start():
+    """The reference is the fastest quarter, because a median would take the slow ranks for normal."""
     for ranks, slow in ((8, 5), (16, 11)):
         seconds = times(300, ranks, 0.1)
         seconds[:, :slow] *= 1.4
-        found = find_stragglers(seconds)
-        assert sorted(straggler.rank for straggler in found) == list(range(slow))
-        assert all(straggler.kind == "persistent" for straggler in found)
-        assert all(straggler.slowdown == pytest.approx(1.4, rel=0.05) for straggler in found)
+        stragglers = find_stragglers(seconds)
+        assert sorted(straggler.rank for straggler in stragglers) == list(range(slow))
+        assert all(straggler.kind == "persistent" for straggler in stragglers)
+        assert all(straggler.slowdown == pytest.approx(1.4, rel=0.05) for straggler in stragglers)
 
 
-def test_a_rank_that_gets_slower_bit_by_bit_is_emerging():
+def test_gradually_slowing_rank_is_emerging():
     seconds = times(1000, 8, 0.1)
     seconds[300:, 3] *= numpy.linspace(1, 3, 700)
-    found = only(seconds)
-    assert (found.rank, found.kind) == (3, "emerging")
-    assert 300 < found.first_step < 460
+    straggler = only(seconds)
+    assert (straggler.rank, straggler.kind) == (3, "emerging")
+    assert 300 < straggler.first_step < 460
 
 
 @pytest.mark.parametrize("slow", [slice(5, 15), slice(0, 9)])
-def test_a_rank_that_takes_many_times_as_long_is_found_although_the_others_time_drifts(slow):
+def test_much_slower_rank_is_found_despite_drift_of_the_others(slow):
     seconds = 0.003 * numpy.cumprod(numpy.random.default_rng(0).uniform(0.9, 1.35, (15, 1)), axis=0) * numpy.ones(2)
     seconds[slow, 1] += 0.15
-    found = only(seconds, min_slowdown=1.15)
-    assert (found.rank, found.first_step, found.last_step) == (1, slow.start, slow.stop - 1)
+    straggler = only(seconds, min_slowdown=1.15)
+    assert (straggler.rank, straggler.first_step, straggler.last_step) == (1, slow.start, slow.stop - 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_noise_that_lasts_raises_no_alarm(ranks):
-    """Each step keeps 60 % of the noise of the one before; neighbours alone told little of how long noise lasts."""
+def test_no_alarm_for_persistent_noise(ranks):
+    """Each step keeps 60 % of the previous noise; neighboring steps alone underestimated its duration."""
     for seed in range(2):
         draw = numpy.random.default_rng(seed)
         noise = draw.standard_normal((300, ranks))
@@ -167,25 +167,25 @@ def test_noise_that_lasts_raises_no_alarm(ranks):
         assert find_stragglers(0.1 * numpy.exp(0.2 * noise)) == []
 
 
-def test_the_warm_up_does_not_make_a_persistent_straggler_emerge():
-    """In the first steps all ranks take as long, because they compile; the slow rank is slow from the start."""
+def test_persistent_straggler_does_not_emerge_after_warm_up():
+    """In the first steps compilation takes equally long on all ranks, but the slow rank is slow from the start."""
     seconds = times(300, 8)
     seconds[:, 6] *= 1.3
     seconds[:6] = 5.0
     assert (only(seconds).kind, only(seconds).first_step) == ("persistent", 0)
 
 
-def test_missing_times_are_left_out():
-    """A rank that restarts leaves a gap, and one that joins late is judged from then on."""
+def test_missing_times_are_ignored():
+    """A restarting rank leaves a gap, and a late joiner is judged from its first step."""
     seconds = times(400, 8)
     seconds[:, 1] *= 1.3
     seconds[:50, 1] = seconds[100:150, 1] = seconds[200:260, 4] = seconds[:, 7] = numpy.nan
-    found = only(seconds)
-    assert (found.rank, found.kind, found.first_step, found.last_step) == (1, "persistent", 50, 399)
-    assert found.steps_slow == 300
+    straggler = only(seconds)
+    assert (straggler.rank, straggler.kind, straggler.first_step, straggler.last_step) == (1, "persistent", 50, 399)
+    assert straggler.steps_slow == 300
 
 
-def test_times_below_the_clock_decide_nothing():
+def test_times_below_the_clock_resolution_are_ignored():
     assert find_stragglers(numpy.zeros((50, 4))) == []
     seconds = numpy.full((50, 4), 0.1)
     seconds[10, 2] = 0.0
@@ -193,11 +193,11 @@ def test_times_below_the_clock_decide_nothing():
 
 
 @pytest.mark.parametrize("seconds", [[[1.0]] * 30, [[numpy.nan, numpy.nan]] * 30, [[1, numpy.nan, 3.0]] * 4])
-def test_too_little_to_compare_has_no_stragglers(seconds):
+def test_no_stragglers_without_enough_data(seconds):
     assert find_stragglers(seconds) == []
 
 
-def test_every_kind_of_table_gives_the_same_answer():
+def test_every_table_type_gives_the_same_answer():
     seconds = times(100, 4)
     seconds[:, 2] *= 1.5
     tensor = torch.tensor(seconds)
@@ -224,12 +224,12 @@ def test_every_kind_of_table_gives_the_same_answer():
         (numpy.ones((2, 2)) * 1j, "of real numbers"),
     ],
 )
-def test_bad_times_are_refused(seconds, message):
+def test_invalid_times_are_refused(seconds, message):
     with pytest.raises(UsageError, match=message):
         find_stragglers(seconds)
 
 
-def test_the_limit_is_checked():
+def test_limit_is_validated():
     for limit in (1.0, 0.5, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="min_slowdown"):
             find_stragglers([[1.0, 2.0]], min_slowdown=limit)

@@ -26,7 +26,7 @@ from ranks import run_ranks
 
 Event = dict[str, Any]
 SLACK_US = 20.0
-"""By how much clocks may differ after they were compared."""
+"""Maximum difference of the clocks after their alignment."""
 
 
 def deep(world: World, folder: Path) -> None:
@@ -42,15 +42,15 @@ def deep(world: World, folder: Path) -> None:
 
 
 def lanes_of(events: list[Event]) -> dict[Any, list[Event]]:
-    found: dict[Any, list[Event]] = defaultdict(list)
+    lanes: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            found[event["pid"], event["tid"]].append(event)
-    return found
+            lanes[event["pid"], event["tid"]].append(event)
+    return lanes
 
 
 def crossing(events: list[Event]) -> list[tuple[Event, Event]]:
-    """Return the pairs of one lane that overlap without one lying inside the other."""
+    """Return the pairs within a lane that overlap without nesting."""
     pairs = []
     for lane in lanes_of(events).values():
         around: list[Event] = []
@@ -68,7 +68,7 @@ def read(file: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_traces_of_a_run_nest_agree_and_are_on_one_clock(tmp_path: Path) -> None:
+def test_traces_nest_agree_and_share_a_clock(tmp_path: Path) -> None:
     ranks = 2
     run_ranks(ranks, deep, tmp_path, backend="gloo")
     merged = read(tmp_path / "trace.json")["traceEvents"]
@@ -77,7 +77,7 @@ def test_traces_of_a_run_nest_agree_and_are_on_one_clock(tmp_path: Path) -> None
     assert sorted(processes) == list(range(ranks)), "one row for each rank"
     assert {event["pid"] for event in merged} == set(range(ranks))
     ids = [(event["pid"], event["id"]) for event in merged if event["ph"] == "s"]
-    assert len({number for _, number in ids}) == len(ids), "an arrow of torch stays on its rank"
+    assert len({number for _, number in ids}) == len(ids), "torch's arrows stay on their rank"
     for rank in range(ranks):
         operators_lie_in_their_phase([event for event in merged if event["pid"] == rank])
 
@@ -91,8 +91,8 @@ def operators_lie_in_their_phase(events: list[Event]) -> None:
     operators: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            found = phases if event["cat"] == "paceline" else operators
-            found[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
+            spans = phases if event["cat"] == "paceline" else operators
+            spans[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
     assert len(operators["aten::addmm"]) == 3 * 5, "of the traced steps"
     for name, phase in (("aten::addmm", "forward"), ("aten::threshold_backward", "backward")):
         for begin, end in operators[name]:
@@ -103,7 +103,7 @@ def kernel(name: str, start: float, end: float, stream: int) -> Event:
     return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "args": {"stream": stream}}
 
 
-def test_the_overlap_of_a_gpu_is_that_of_its_kernels(tmp_path: Path) -> None:
+def test_gpu_overlap_is_computed_from_its_kernels(tmp_path: Path) -> None:
     events = [
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0.0, 40.5, 20),
         kernel("ampere_sgemm_128x64_nn", 10.0, 20.0, 7),
@@ -125,8 +125,8 @@ def step(spans: list[Span]) -> Step:
     return Step(3, "detailed", 0.0, 1.0, {}, [], 1, 1, None, spans)
 
 
-def test_what_a_rank_does_for_communication_hides_nothing() -> None:
-    """In shared memory a rank reduces its share on the core that computes: that is no overlap."""
+def test_reduction_work_of_a_rank_hides_nothing() -> None:
+    """In shared memory a rank reduces its part on the core that computes, which is not overlap."""
     spans = [
         Span(FORWARD, 0.0, 0.2),
         Span(BACKWARD, 0.2, 0.7),
@@ -138,19 +138,19 @@ def test_what_a_rank_does_for_communication_hides_nothing() -> None:
     ]
     steps = [step(spans), step([s for s in spans if s.label != LAUNCH] + [Span(LAUNCH, 0.1, 0.2, 0)])]
     [first, _] = reduced_and_hidden(steps, bucket_times(steps, [8]))
-    assert first == pytest.approx((0.25, 0.1)), "from what is sent, not from the end of the launch"
+    assert first == pytest.approx((0.25, 0.1)), "from the start of sending, not the end of the launch"
 
 
-def test_spans_that_cross_nest_in_their_lane_and_buckets_are_asynchronous() -> None:
-    """A wrapper's and the profiler's span of one optimizer step begin in hooks, and end in the same order."""
+def test_crossing_spans_nest_in_their_lane_and_buckets_are_asynchronous() -> None:
+    """The wrapper's and the profiler's spans of an optimizer step begin in hooks, and end in the same order."""
     made = records(2, buckets=[100, 200, 300])
     for record in made:
-        for one in record.steps:
-            last = max(span.end for span in one.spans)
-            one.spans.append(Span(OPTIMIZER, last - 0.003, last + 0.00001))
-            one.spans[:] = [
+        for current in record.steps:
+            last = max(span.end for span in current.spans)
+            current.spans.append(Span(OPTIMIZER, last - 0.003, last + 0.00001))
+            current.spans[:] = [
                 Span(span.label, span.start - 0.008, span.end - 0.008, span.bucket) if span.label == LAUNCH else span
-                for span in one.spans
+                for span in current.spans
             ]
     assert len(detailed_steps(made)) == 5
     events = list(trace_events(Facts(made, OperatorTable(), [{}] * 2)))
@@ -173,5 +173,5 @@ def test_spans_that_cross_nest_in_their_lane_and_buckets_are_asynchronous() -> N
         ([(0, 1)], [(1, 2)], 0),
     ],
 )
-def test_shared_time_is_that_of_both_sets(first: Any, second: Any, expected: float) -> None:
+def test_shared_time_is_the_intersection_of_both_sets(first: Any, second: Any, expected: float) -> None:
     assert shared(first, second) == shared(second, first) == expected

@@ -1,4 +1,4 @@
-"""The pytest plug-in, run by pytest in pytest: what users see of tests on ranks."""
+"""The pytest plug-in, tested by running pytest inside pytest: the results that users see."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import paceline.testing.plugin  # or each run inside would load it, and forget i
 from paceline.core.torch_elastic import OPTIMIZERS_NEED
 from processes import TIMEOUT_S, paceline, script
 
-importlib.import_module(OPTIMIZERS_NEED)  # likewise
+importlib.import_module(OPTIMIZERS_NEED)  # same reason
 BUGGY = Path(__file__).parents[2] / "buggy"
 HEAD = """
 import logging, os, sys, time, unittest, warnings
@@ -34,14 +34,14 @@ from torch import nn
 import paceline
 from paceline import testing
 """
-OPTIONS = ("-p", "pytest_paceline", "-p", "no:cacheprovider", "-W", "default")  # not our suite's "error"
-# Where a build has left the package's list of files, pytest finds in it our tests' modules, which are loaded already.
+OPTIONS = ("-p", "pytest_paceline", "-p", "no:cacheprovider", "-W", "default")  # overrides "error" in this test suite
+# After a build, pytest finds this suite's test modules, which are already loaded, in the package's file list.
 OPTIONS += ("-W", "ignore:Module already imported so cannot be rewritten")
 
 
 @pytest.fixture
 def outcome(pytester: pytest.Pytester) -> Any:
-    """Runs a file of tests, and gives what pytest printed."""
+    """Run a file of tests and return the output of pytest."""
 
     def run(text: str, *options: str, **counts: int) -> str:
         pytester.makepyfile(test_it=HEAD + text)
@@ -55,8 +55,8 @@ def outcome(pytester: pytest.Pytester) -> Any:
 # -- bodies that pass --------------------------------------------------------------------------------------------------
 
 
-def test_the_body_runs_on_ranks_with_the_fixtures_of_the_test_process(outcome: Any) -> None:
-    """Also after OpenMP and autograd have worked in the test process, whose threads a fork does not have."""
+def test_body_runs_on_ranks_with_fixtures_of_the_test_process(outcome: Any) -> None:
+    """This must also work after OpenMP and autograd have started threads in the test process, which a fork loses."""
     outcome(
         """
 def test_before():
@@ -101,7 +101,7 @@ def test_own_descriptors(world, capfd):
     )
 
 
-def test_several_counts_are_as_if_parametrized_and_single_parameters_may_have_one(outcome: Any) -> None:
+def test_several_rank_counts_act_like_parametrization(outcome: Any) -> None:
     printed = outcome(
         """
 def with_ranks(*counts):
@@ -136,7 +136,7 @@ class TestClass:
     assert "the ranks marker on a single parameter takes one number" in printed
 
 
-def test_fixtures_that_need_the_world_live_on_the_ranks_and_records_are_in_the_report_once(
+def test_fixtures_using_the_world_live_on_ranks_and_records_appear_once(
     outcome: Any, pytester: pytest.Pytester
 ) -> None:
     printed = outcome(
@@ -162,8 +162,8 @@ def test_it(world, wrapped, request, record_property):
         "-ojunit_family=legacy",
         passed=1,
     )
-    found = re.findall(r'<property name="(\w+)" value="(\d)"', (pytester.path / "report.xml").read_text())
-    assert found == [("size", "2"), ("rank", "0"), ("rank", "1")]
+    properties = re.findall(r'<property name="(\w+)" value="(\d)"', (pytester.path / "report.xml").read_text())
+    assert properties == [("size", "2"), ("rank", "0"), ("rank", "1")]
     for rank in (0, 1):
         section = printed.partition(f"Captured stdout of rank {rank} call")[2].partition("---\n")[2]
         assert section.startswith(f"and its request\ntorn down on {rank}\n")
@@ -201,8 +201,8 @@ class TestCase(unittest.TestCase):
     assert "rank 1: AssertionError: 1 != 0" in printed
 
 
-def test_a_test_may_make_the_process_group_itself(outcome: Any) -> None:
-    """The setup functions of spawned tests name a port, on which rank 0 has to make the store."""
+def test_test_may_create_the_process_group_itself(outcome: Any) -> None:
+    """The setup functions of spawned tests specify a port for the store, which rank 0 must create."""
     ports = [_free_port() for _ in range(2)]
     outcome(
         f"""
@@ -237,7 +237,7 @@ def _free_port() -> int:
 
 
 def test_warnings_of_ranks_are_passed_on_once(outcome: Any) -> None:
-    """Also those that pytest makes of exceptions in threads and destructors."""
+    """Includes warnings that pytest makes of exceptions in threads and destructors."""
     printed = outcome(
         """
 import threading
@@ -271,10 +271,10 @@ def test_error():
     assert len(re.findall(r"test_it.py:\d+: FutureWarning: careful\n", printed)) == 1
 
 
-# -- bodies that do not ------------------------------------------------------------------------------------------------
+# -- failing bodies ----------------------------------------------------------------------------------------------------
 
 
-def test_the_failing_ranks_traceback_comes_first_then_where_the_others_were(outcome: Any) -> None:
+def test_traceback_of_the_failing_rank_comes_before_the_positions_of_the_others(outcome: Any) -> None:
     printed = outcome(
         """
 @pytest.mark.ranks(2)
@@ -300,7 +300,7 @@ def test_it(world):
 
 
 @pytest.mark.slow
-def test_a_hang_is_ended_by_the_timeout_with_every_ranks_stack(outcome: Any) -> None:
+def test_timeout_ends_a_hang_and_shows_the_stack_of_every_rank(outcome: Any) -> None:
     printed = outcome(
         """
 def deep():
@@ -321,8 +321,8 @@ def test_it(world):
 
 
 @pytest.mark.slow
-def test_a_collective_that_a_rank_left_out_is_named(outcome: Any, pytester: pytest.Pytester) -> None:
-    """At once where another waits for it, and also where nobody does, in a module with a function of torch's."""
+def test_collective_skipped_by_a_rank_is_named(outcome: Any, pytester: pytest.Pytester) -> None:
+    """Immediately if another rank waits for it, and also if none waits, in a module that uses a function of torch."""
     helper = "from torch.distributed import all_reduce\n\ndef send(x):\n    return all_reduce(x, async_op=True)\n"
     pytester.makepyfile(helper_of_it=helper)
     printed = outcome(
@@ -354,7 +354,7 @@ def test_among_part_of_the_ranks(world):
     assert re.search(unmatched, printed)
 
 
-def test_a_rank_that_dies_is_named_although_others_fail_because_of_it(outcome: Any) -> None:
+def test_crashed_rank_is_named_although_others_fail_as_a_consequence(outcome: Any) -> None:
     printed = outcome(
         """
 @pytest.mark.ranks(2, backend="gloo")
@@ -377,7 +377,7 @@ def test_crashes(world):
     assert "in test_crashes" in printed  # the stack of the crash
 
 
-def test_skips_expected_failures_and_exits_are_what_they_are_elsewhere(outcome: Any) -> None:
+def test_skips_expected_failures_and_exits_behave_as_usual(outcome: Any) -> None:
     printed = outcome(
         """
 class Odd(Exception):
@@ -415,13 +415,13 @@ def test_ends_itself(world):
         xfailed=2,
         failed=3,
     )
-    # Native tracebacks are on lines of their own.
+    # Native tracebacks are on separate lines.
     assert re.search(r"Odd: 1 \d\n-+ rank \d of 2 raised this; the others -+\nrank \d also raised", printed, re.M)
 
 
 @pytest.mark.slow
-def test_a_test_that_only_some_ranks_leave_out_fails_and_names_them(outcome: Any) -> None:
-    """It passed, or was expected to fail, though some ranks had run nothing of it."""
+def test_test_skipped_by_only_some_ranks_fails_and_names_them(outcome: Any) -> None:
+    """It passed, or counted as an expected failure, although some ranks had not run it."""
     printed = outcome(
         """
 import unittest
@@ -475,11 +475,11 @@ WRONG = {
 }
 
 
-def test_a_wrong_marker_is_one_line(outcome: Any) -> None:
+def test_invalid_markers_are_one_line(outcome: Any) -> None:
     tests = [f"@pytest.mark.{mark}\ndef test_{number}(): pass\n" for number, mark in enumerate(WRONG)]
     drawn = "from hypothesis import given, strategies as st\n@pytest.mark.ranks(2)\n@given(st.integers())\n"
     tests.append(f"{drawn}def test_drawn(world, x): pass\n")
-    printed = outcome("".join(tests), errors=len(tests) + 1)  # a marker with two counts is two tests
+    printed = outcome("".join(tests), errors=len(tests) + 1)  # a marker with two counts makes two tests
     refused = [*WRONG.values(), "Hypothesis cannot draw examples on ranks; remove the marker"]
     for said in refused:
         lines = {line for line in printed.splitlines() if said in line and not line.startswith("ERROR")}
@@ -487,7 +487,7 @@ def test_a_wrong_marker_is_one_line(outcome: Any) -> None:
         assert all(line.startswith("test_") for line in lines)
 
 
-def test_what_ranks_cannot_have_is_refused(outcome: Any) -> None:
+def test_fixtures_unavailable_on_ranks_are_refused(outcome: Any) -> None:
     printed = outcome(
         """
 def test_without_ranks(world): pass
@@ -535,7 +535,7 @@ def test_forked_too_late(world):
 
 
 @pytest.mark.slow
-def test_a_rank_is_killed_at_the_moment_that_was_ordered(outcome: Any) -> None:
+def test_rank_is_killed_at_the_requested_moment(outcome: Any) -> None:
     outcome(
         """
 @pytest.mark.ranks(2)
@@ -545,7 +545,7 @@ def test_it(world, kill, at, step, tmp_path):
     kill(1, at=at, step=step)
     model = paceline.DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if kind:  # the optimizer inside this one is no moment of its own
+    if kind:  # the nested optimizer does not count as a separate moment
         optimizer = paceline.optim.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(paceline.errors.CommunicationError, match="rank 1"):
         for number in range(1, 4):
@@ -576,7 +576,7 @@ def test_nobody(world, kill):
 
 
 @pytest.mark.slow
-def test_the_assertions_hold_for_both_wrappers(outcome: Any) -> None:
+def test_assertions_hold_for_both_wrappers(outcome: Any) -> None:
     outcome(
         """
 OURS = paceline.DistributedDataParallel
@@ -629,17 +629,17 @@ FOUND = {
     "summed_loss": "gradient of '0.weight' .* it is 1/2 of it",
 }
 HARMLESS = {"batch_norm_drift", "branch_by_rank"}
-"""Mistakes under torch DDP; Paceline's wrapper trains on as one process would."""
+"""Mistakes under torch DDP that Paceline's wrapper handles like a single process."""
 
 
 @pytest.mark.slow
-def test_every_buggy_training_is_found_and_named_in_one_line(
+def test_buggy_training_is_detected_and_named_in_one_line(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "600")
     monkeypatch.delenv("BUGGY_UNDER", raising=False)
-    own = pytester.makeini("[pytest]")  # not the one of our suite, where warnings are errors
-    result = pytester.runpytest_inprocess(*OPTIONS, "-c", str(own), "--tb=no", "-rfp", str(BUGGY / "run_buggy.py"))
+    config = pytester.makeini("[pytest]")  # overrides this suite, where warnings are errors
+    result = pytester.runpytest_inprocess(*OPTIONS, "-c", str(config), "--tb=no", "-rfp", str(BUGGY / "run_buggy.py"))
     lines = dict(re.findall(r"^(?:FAILED|PASSED) \S*::test_finds\[(\w+)\](.*)$", result.stdout.str(), re.MULTILINE))
     assert lines.keys() == FOUND.keys() | HARMLESS
     for name, pattern in FOUND.items():
@@ -650,7 +650,7 @@ def test_every_buggy_training_is_found_and_named_in_one_line(
 # -- beside other tools ------------------------------------------------------------------------------------------------
 
 
-def test_the_plug_in_loads_nothing_before_a_test_uses_it(pytester: pytest.Pytester) -> None:
+def test_plugin_loads_lazily(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
 import sys
@@ -681,7 +681,7 @@ struct Idle final : c10::impl::DeviceGuardImplInterface {
 } idle;
 c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::PrivateUse1, &idle);
 """
-"""A device that does nothing. As for a GPU, the first backward pass starts a thread for it, unless it is hidden."""
+"""A device without effects. As with a GPU, the first backward pass starts a thread for it, unless it is hidden."""
 
 
 def use_device(library: Path, visible: str) -> None:
@@ -691,8 +691,8 @@ def use_device(library: Path, visible: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_after_a_backward_pass_beside_a_visible_device_ranks_name_the_remedy_which_works(tmp_path: Path) -> None:
-    """torch only said: "Unable to handle autograd's threading in combination with fork-based multiprocessing"."""
+def test_fork_after_backward_with_a_visible_device_names_a_working_remedy(tmp_path: Path) -> None:
+    """torch only reported "Unable to handle autograd's threading in combination with fork-based multiprocessing"."""
     library, home = tmp_path / "idle.so", Path(torch.__file__).parent
     source = script(tmp_path, DEVICE, "idle.cpp")
     place = ("-I", home / "include", "-L", home / "lib", tmp_path / source, "-lc10", "-o", library)
@@ -721,7 +721,7 @@ def test_sum(world):
         assert "Unable to handle" not in printed
 
 
-def test_gpus_are_hidden_before_the_projects_tests_can_use_torch() -> None:
+def test_gpus_are_hidden_before_the_test_suite_uses_torch() -> None:
     root = Path(__file__).parents[3]
     commands = [line for line in (root / "Makefile").read_text().splitlines() if "-m pytest" in line]
     assert len(commands) == 3
@@ -732,11 +732,11 @@ def test_gpus_are_hidden_before_the_projects_tests_can_use_torch() -> None:
     subprocess.run([sys.executable, "-c", check], env=environment, check=True, timeout=TIMEOUT_S)
 
 
-# -- in a process of their own -----------------------------------------------------------------------------------------
+# -- separate processes ------------------------------------------------------------------------------------------------
 
 
 def in_a_process(folder: Path, text: str, first: Callable[[], None], *options: str) -> str:
-    """Run a file of tests by pytest in a process of its own, which calls `first` before; what it prints."""
+    """Run pytest on a file of tests in a separate process, after a call of `first`; return the output."""
     command = (*options, "--basetemp", "base", script(folder, HEAD + text, "test_it.py"))
     done = paceline(folder, *command, program=("-m", "pytest"), fork="all", first=first)
     return done.stdout + done.stderr
@@ -750,7 +750,7 @@ def typed(commands: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_the_debugger_opens_on_one_rank(tmp_path: Path) -> None:
+def test_debugger_opens_on_one_rank(tmp_path: Path) -> None:
     text = """
 @pytest.mark.ranks(2, timeout=3)
 def test_it(world):
@@ -766,7 +766,7 @@ def test_it(world):
 
 
 def measure() -> None:
-    """Measure this process as ``coverage run`` does, with warnings as errors."""
+    """Measure this process like ``coverage run``, with warnings as errors."""
     from coverage import Coverage
 
     warnings.simplefilter("error")
@@ -776,10 +776,10 @@ def measure() -> None:
     atexit.register(process.save)
 
 
-def test_coverage_sees_what_ranks_run_whatever_folder_a_test_is_in(tmp_path: Path) -> None:
-    """A rank took relative paths for those below its own folder: all its lines were missing, often most of a report.
+def test_coverage_includes_ranks_in_any_working_directory(tmp_path: Path) -> None:
+    """A rank resolved relative paths in its own folder, which lost all its lines, often most of a report.
 
-    And one that ran nothing of the source was ended by a warning.
+    A rank that ran no measured source was ended by a warning.
     """
     coverage = pytest.importorskip("coverage")
     text = """

@@ -1,4 +1,4 @@
-"""Commands that run in the test process."""
+"""Fixtures that run commands in the test process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes import run_here
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Runs the command with the arguments given, and returns its exit code."""
+    """Run a command with the given arguments and return its exit code."""
     return partial(run_here, monkeypatch)
 
 
@@ -22,7 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def refusal(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Runs a command that must be refused in one line before any rank starts, and returns that line."""
+    """Run a command that must be refused in one line before any rank starts, and return that line."""
 
     def refusal(*arguments: str) -> str:
         monkeypatch.setattr(agent, "launch", lambda job: pytest.fail("ranks were started"))

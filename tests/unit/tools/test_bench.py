@@ -1,4 +1,4 @@
-"""``paceline bench collectives``: what it computes, refuses, and finds out with real ranks."""
+"""``paceline bench collectives``: computed figures, refusals, and measurements with real ranks."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from paceline.tools.bench.report import Row, document
 from processes import Running, gone_after, paceline, until
 
 
-def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    # as nccl-tests' doc/PERFORMANCE.md defines them
+def test_bus_bandwidth_matches_nccl_tests() -> None:
+    # defined in nccl-tests' doc/PERFORMANCE.md
     factors = {("all_reduce", 4): 1.5, ("all_reduce", 1): 0.0, ("reduce_scatter", 4): 0.75, ("broadcast", 8): 1.0}
     for (op, ranks), factor in {**factors, ("all_gather", 8): 0.875, ("reduce", 3): 1.0}.items():
         row = Row(op, "gloo", ranks, 4_000_000, (0.002,), 0)
         assert (row.algbw, row.busbw) == (pytest.approx(2.0), pytest.approx(2.0 * factor)), op
 
 
-def test_sizes_are_read_with_their_units_and_names_with_either_dash() -> None:
+def test_sizes_accept_units_and_names_accept_either_dash() -> None:
     sizes = {"1M,4K": [4096, 2**20], "4k, 4KiB,4096,4KB": [4096], "25M,1G": [25 * 2**20, 2**30]}
     assert {text: parse_sizes(text) for text in sizes} == sizes
     assert parse_ops("all-gather,all_reduce,all_gather") == ["all_reduce", "all_gather"]
 
 
 @pytest.mark.parametrize("text", ["", "0", "6", "4K,", "-4", "4.5M", "four"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--sizes: '"):
         parse_sizes(text)
 
 
-def test_every_algorithm_that_is_measured_does_what_its_op_says() -> None:
+def test_measured_algorithms_compute_their_collective() -> None:
     for op, names in OURS.items():
         assert {build(name, 4).result for name in names} == {op.replace("_", "-")}
 
 
-def test_the_time_is_the_median_of_the_rounds_beside_its_quartiles() -> None:
+def test_reported_time_is_the_median_with_quartiles() -> None:
     row = Row("all_reduce", "gloo", 2, 8, (5.0, 1.0, 2.0, 3.0, 40.0), 0)
     assert (row.seconds, row.quartiles, row.spread) == (3, (2, 5), 0.5)
     once = Row("all_reduce", "gloo", 2, 8, (5.0,), 0)
     assert (once.seconds, once.quartiles, once.spread) == (5, (5, 5), 0)
-    [told] = document([row], 2)["rows"]  # type: ignore[misc]
-    assert told["seconds"] == 3  # type: ignore[index]
-    assert told["times"] == row.times  # type: ignore[index]
-    assert told["quartiles"] == (2, 5)  # type: ignore[index]
+    [entry] = document([row], 2)["rows"]  # type: ignore[misc]
+    assert entry["seconds"] == 3  # type: ignore[index]
+    assert entry["times"] == row.times  # type: ignore[index]
+    assert entry["quartiles"] == (2, 5)  # type: ignore[index]
 
 
-def test_variants_take_turns_and_the_first_round_may_warm_up() -> None:
+def test_variants_alternate_and_the_first_round_may_warm_up() -> None:
     calls: list[str] = []
     turns = {name: partial(lambda name: (calls.append(name), len(calls))[1], name) for name in "ab"}
     assert take_turns(turns, 2) == {"a": [3, 5], "b": [4, 6]}
@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_one_line_and_no_rank_is_started(arguments: list[str], message: str, refusal: Any) -> None:
+def test_bad_arguments_are_one_line_and_start_no_rank(arguments: list[str], message: str, refusal: Any) -> None:
     assert message in refusal("bench", "collectives", *arguments)
 
 
@@ -90,19 +90,19 @@ def measured(folder: Path, ranks: int, *options: str) -> tuple[str, list[dict[st
     arguments = ("bench", "collectives", "--nproc", str(ranks), "--json", "found.json", *options)
     done = paceline(folder, *arguments, fork="all", first=few_calls, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert "deprecated" not in done.stderr, "torch renamed two collectives"
+    assert "deprecated" not in done.stderr, "a collective that torch renamed"
     return done.stdout, json.loads((folder / "found.json").read_text())["rows"]
 
 
 @pytest.mark.slow
-def test_real_ranks_measure_every_variant_and_get_right_results(tmp_path: Path) -> None:
+def test_real_ranks_measure_every_variant_with_correct_results(tmp_path: Path) -> None:
     options = ("--sizes", "20,64K", "--ops", ",".join(OPS), "--plot", "found.svg")
     out, rows = measured(tmp_path, 2, *options)
     for op in OPS:
         ours = {name.removesuffix(f"_{op}").replace("_", "-") for name in OURS[op]}
         others = {"gloo", "paceline"} | ({"paceline zero-copy"} if op == "all_reduce" else set())
         assert {row["variant"] for row in rows if row["op"] == op} == ours | others
-        # 20 bytes are 5 elements, which 2 ranks cannot share equally
+        # 20 bytes are 5 elements, which do not divide evenly by 2 ranks
         sizes = {row["nbytes"] for row in rows if row["op"] == op}
         assert sizes == ({24, 65536} if op in ("reduce_scatter", "all_gather") else {20, 65536})
     assert {row["wrong"] for row in rows} == {0}
@@ -113,13 +113,13 @@ def test_real_ranks_measure_every_variant_and_get_right_results(tmp_path: Path) 
     assert ElementTree.parse(tmp_path / "found.svg").getroot().tag.endswith("svg")
 
 
-def test_one_rank_is_no_error(tmp_path: Path) -> None:
+def test_single_rank_is_allowed(tmp_path: Path) -> None:
     _, rows = measured(tmp_path, 1, "--sizes", "4K")
     assert [row["variant"] for row in rows][-2:] == ["paceline", "paceline zero-copy"]
     assert {row["busbw"] for row in rows} == {0.0}
 
 
-def test_ctrl_c_ends_it_and_its_ranks(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_command_and_its_ranks(tmp_path: Path) -> None:
     options = ("--nproc", "2", "--sizes", "4,64M", "--ops", "all_reduce")
     with Running(tmp_path, "bench", "collectives", *options, fork="all") as job:
         until(lambda: len(job.family()) >= 3)

@@ -1,4 +1,4 @@
-"""The command line: help, refusals, and what ``paceline train`` starts."""
+"""The command line: help, refusals, and jobs started by ``paceline train``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from processes import paceline as run_command
 
 @dataclass(frozen=True)
 class Config:
-    """Stands in for the digits recipe's configuration."""
+    """Stand-in for the configuration of the digits recipe."""
 
     summary: ClassVar[str] = "Train."
     needs: ClassVar[tuple[str, ...]] = ()
@@ -63,7 +63,7 @@ class Config:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """The jobs that would have been launched."""
+    """The jobs that the command would have launched."""
     jobs: list[Job] = []
     monkeypatch.setitem(recipe_commands.RECIPES, "digits", Config)  # type: ignore[arg-type]
     monkeypatch.setattr(agent, "launch", lambda job: jobs.append(job) or 0)
@@ -93,7 +93,7 @@ REFUSED = {
     "ranks in words": (["train", "digits", "--nproc", "two"], "--nproc='two' is neither a number nor auto, gpu or cpu"),
     "refused by the recipe": (["train", "digits", "--epochs", "0"], "epochs=0 is less than 1"),
     "ranks refused by the recipe": (["train", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
-    # Nobody but the ranks refused it, each of them.
+    # Only the ranks refused it, once each.
     "ranks to profile": (["profile", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
     "noise of one rank": (
         ["profile", "--noise-scale", "--nproc", "1", "digits"],
@@ -105,7 +105,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("started")
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: str, refusal: Any) -> None:
+def test_bad_arguments_are_one_line_with_exit_code_2(arguments: list[str], message: str, refusal: Any) -> None:
     assert message in refusal(*arguments)
 
 
@@ -114,7 +114,7 @@ def test_only_a_similar_option_is_suggested(refusal: Any) -> None:
     assert refusal("train", "digits", "--report", "x") == "error: No such option: --report"  # not --epochs
 
 
-def test_train_supervises_as_run_does(started: list[Job], run: Any) -> None:
+def test_train_supervises_like_run(started: list[Job], run: Any) -> None:
     options = ["--max-restarts", "5", "--hang-timeout", "90", "--min-nproc", "1"]
     assert run("train", "digits", "--nproc", "1", *options) == 0
     assert run("train", "digits", "--nproc", "1") == 0
@@ -135,33 +135,33 @@ ORDERS = {
 
 
 @pytest.mark.parametrize(("given", "target", "nproc", "rest"), ORDERS.values(), ids=ORDERS)
-def test_a_commands_own_options_stand_anywhere_with_a_recipe(given: str, target: str, nproc: str, rest: str) -> None:
+def test_command_options_work_anywhere_around_a_recipe(given: str, target: str, nproc: str, rest: str) -> None:
     command: Any = typer.main.get_command(cli.app)
     context = command.commands["profile"].make_context("profile", given.split())
     assert (context.params["target"], context.params["nproc"], context.args) == (target, nproc, rest.split())
 
 
 @pytest.mark.parametrize("command", ["profile --out {} digits", "train digits --profile {}"])
-def test_a_profile_of_a_recipe_bears_the_command_that_a_user_would_give(
+def test_profile_of_a_recipe_shows_the_typed_command(
     run: Any, started: list[Job], tmp_path: Path, command: str
 ) -> None:
-    """Its ranks run a module with the whole configuration as JSON, which nobody reads in a title."""
+    """Ranks run a module with the whole configuration as JSON, which is unreadable in a title."""
     arguments = [*command.format(tmp_path / "out").split(), "--epochs", "3", "--checkpoint-dir", "my runs", "--resume"]
-    run(*arguments)  # fails in the end, as no rank was started that could leave a record
+    run(*arguments)  # fails in the end because no rank started that could leave a record
     settings = json.loads(started[0].command[started[0].command.index("paceline.profiler") + 1])
     assert settings["title"] == "paceline train digits --epochs 3 --checkpoint-dir 'my runs' --resume"
-    assert started[0].env["FOR_RANKS"] == str(started[0].nproc)  # a profile's ranks lacked it
+    assert started[0].env["FOR_RANKS"] == str(started[0].nproc)  # missing in the ranks of a profile
 
 
-def test_a_recipes_options_are_the_fields_of_its_configuration(
+def test_recipe_options_match_the_fields_of_its_configuration(
     run: Any, started: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # They stood in cli.py by hand, so that a new field of a configuration was no option.
+    # cli.py listed them by hand, so a new field of a configuration did not become an option.
     assert run("train", "digits", "--help") == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert all(text in out for text in ("--width FEATURES", "Features a layer. [default: 3]", "--no-shuffle"))
     assert "--no-resume" not in out
-    # An option may also stand before the recipe's name.
+    # An option may also precede the name of the recipe.
     assert run("train", "--nproc", "2", "--lr", "2", "digits", "--no-shuffle", "--resume") == 0
     [job] = started
     assert job.nproc == 2
@@ -171,12 +171,12 @@ def test_a_recipes_options_are_the_fields_of_its_configuration(
     assert "'--width'" in capsys.readouterr().err
 
 
-def test_env_prints_what_a_report_of_a_defect_needs(
+def test_env_prints_the_facts_for_a_bug_report(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PACELINE_TIMEOUT", "90")
     monkeypatch.setenv("PACELINE_SECRET", "hidden")
-    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda *_: ("pip", ""))  # pip takes long
+    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda *_: ("pip", ""))  # pip is slow
     assert run("env") == 0
     out = capsys.readouterr().out
     ours, _, torchs = out.partition("\n\n")
@@ -191,7 +191,7 @@ def test_env_prints_what_a_report_of_a_defect_needs(
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words of every command in and below `group`."""
+    """Yield the words of every command in and below `group`."""
     yield path
     for name in group.list_commands(None) if hasattr(group, "list_commands") else ():
         yield from commands(group.get_command(None, name), (*path, name))
@@ -223,13 +223,13 @@ print(json.dumps([helps, completions]))
 
 
 def test_help_version_and_completion_import_no_torch() -> None:
-    # They took two to five seconds.
+    # These took two to five seconds.
     assert 'paceline = "paceline_command:main"\n' in (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert len(COMMANDS) > 15
     asked = [[*words, "--help"] for words in COMMANDS]
     asked += [["--version"], ["--show-completion", "bash"], [], ["train"], ["checkpoint"]]
     typed = {"train di": "digits", "train digits --epo": "--epochs", "run --nproc 2 --hang-t": "--hang-timeout"}
-    # Without a terminal there may be no shell above this process that could be found.
+    # Without a terminal there may be no shell among the parent processes.
     environment = {**os.environ, "COLUMNS": "80", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     done = subprocess.run(
         [sys.executable, "-c", NO_TORCH],
@@ -251,8 +251,8 @@ def test_help_version_and_completion_import_no_torch() -> None:
 SWALLOWS = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
 
 
-def test_a_ctrl_c_that_the_import_of_torch_swallows_ends_the_command_in_one_line(tmp_path: Path) -> None:
-    # torch imports numpy in a place where it clears every exception; the command went on.
+def test_ctrl_c_swallowed_by_the_torch_import_ends_the_command_in_one_line(tmp_path: Path) -> None:
+    # torch clears every exception around its numpy import, so the command continued.
     (tmp_path / "torch.py").write_text(SWALLOWS)
     code = "import sys\nsys.argv[1:] = ['train', 'digits']\nimport paceline_command\npaceline_command.main()"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -262,6 +262,6 @@ def test_a_ctrl_c_that_the_import_of_torch_swallows_ends_the_command_in_one_line
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-def test_python_m_paceline_is_the_command(tmp_path: Path) -> None:
+def test_python_m_paceline_runs_the_command(tmp_path: Path) -> None:
     done = run_command(tmp_path, program=("-m", "paceline", "--version"), fork="all")
     assert (done.returncode, done.stdout) == (0, f"paceline {version('paceline')}\n")

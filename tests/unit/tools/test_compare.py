@@ -1,4 +1,4 @@
-"""``paceline compare``: its figures from planted records, and whole comparisons by the command."""
+"""``paceline compare``: figures computed from synthetic records, and complete comparisons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ with paceline.init() as world:
 
 
 def record(seconds: list[list[float]], samples: int = 16) -> dict[str, Any]:
-    """What ranks with these times of steps would have written; `samples` of all ranks in a step."""
+    """Return the record of ranks with these step times; `samples` counts all ranks in a step."""
     ranks = [
         {
             "seconds": times,
@@ -55,12 +55,12 @@ def record(seconds: list[list[float]], samples: int = 16) -> dict[str, Any]:
 
 
 def rows_of(records: dict[Way, dict[str, Any]], weights: dict[str, float] | None = None) -> list[Row]:
-    """Rows of records; each way's one weight is 1 unless its mode is in `weights`."""
+    """Return the rows of records; the only weight is 1 unless `weights` has its mode."""
     tensors: list[dict[str, Tensor]] = [{"a": torch.tensor([(weights or {}).get(way.mode, 1.0)])} for way in records]
     return figures(list(records), list(records.values()), tensors)
 
 
-def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> None:
+def test_figures_use_the_slowest_rank_relative_to_one_device() -> None:
     single, row = rows_of(
         {
             Way("single", 1): record([[2.0, 2.0, 4.0]]),
@@ -69,8 +69,8 @@ def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> N
     )
     assert (single.turns, single.seconds_per_step) == ((2, 4), 3)
     assert (single.speedup, single.efficiency) == (1, 1)
-    assert row.turns == (1.5, 2), "of two steps each, by their slowest rank"
-    assert row.seconds_per_step == pytest.approx(3 * (1.5 / 2 + 2 / 4) / 2), "by the ratios of the turns"
+    assert row.turns == (1.5, 2), "two steps each, by the slowest rank"
+    assert row.seconds_per_step == pytest.approx(3 * (1.5 / 2 + 2 / 4) / 2), "from the ratios of the turns"
     assert row.samples_per_step == 16
     assert row.samples_per_second == pytest.approx(16 / row.seconds_per_step)
     assert row.speedup == pytest.approx(3 / row.seconds_per_step)
@@ -78,16 +78,16 @@ def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> N
     assert (row.memory_bytes, row.replicas_identical) == (2000, True)
 
 
-def test_without_one_device_figures_are_relative_to_the_first_way() -> None:
+def test_figures_are_relative_to_the_first_way_without_a_single_device() -> None:
     two, four = rows_of({Way("ddp", 2): record([[3.0]] * 2), Way("ddp", 4): record([[2.0]] * 4)})
     assert (two.speedup, two.efficiency, four.speedup, four.efficiency) == (1, 1, 1.5, 0.75)
 
 
-def test_load_that_comes_and_goes_changes_no_ratio() -> None:
-    """The ways have it alike, in each round: here rounds take 1, 3 and 9 times as long."""
+def test_fluctuating_load_changes_no_ratio() -> None:
+    """Rounds take 1, 3 and 9 times as long, equally for all ways."""
     load = [slowness for slowness in (1.0, 9.0, 3.0) for _ in range(TURN)]
     halved = [slowness / 2 for slowness in load]
-    # The last one is disturbed, so that its own median is of another round than that of the mode single.
+    # The disturbed way has its median in another round than the mode single.
     disturbed = [1.0] * TURN + halved[TURN:]
     single, row, other = rows_of(
         {
@@ -100,14 +100,14 @@ def test_load_that_comes_and_goes_changes_no_ratio() -> None:
     assert (row.speedup, row.efficiency, other.speedup) == (2, 1, 2)
 
 
-def test_speed_counts_samples_or_steps_where_these_are_unknown() -> None:
+def test_speed_counts_steps_if_samples_are_unknown() -> None:
     for samples, other, speedup in ((16, 32, 3), (0, 0, 1.5)):
         _, row = rows_of({Way("single", 1): record([[3.0]], samples), Way("dp", 2): record([[2.0]], samples=other)})
         assert (row.speedup, row.efficiency) == (speedup, speedup / 2)
         assert (row.samples_per_second is None) == (samples == 0)
 
 
-def test_turns_follow_each_other_and_ranks_share_them(tmp_path: Path) -> None:
+def test_turns_are_sequential_and_shared_by_the_ranks_of_a_way(tmp_path: Path) -> None:
     file = tmp_path / "turns"
     file.touch()
     counts, rounds = [1, 3, 2], 3
@@ -140,11 +140,11 @@ def test_weights_are_compared_relative_to_the_largest() -> None:
     assert weights_difference(reference, {**reference, "a": torch.tensor([1.0, -4.004])}) == pytest.approx(
         1e-3, rel=1e-3
     )
-    assert weights_difference({"a": torch.zeros(1)}, {"a": torch.ones(1)}) == 1, "absolutely, if all are zero"
-    assert weights_difference(reference, {"a": torch.zeros(2)}) is None, "of another model"
+    assert weights_difference({"a": torch.zeros(1)}, {"a": torch.ones(1)}) == 1, "absolute if all are zero"
+    assert weights_difference(reference, {"a": torch.zeros(2)}) is None, "from another model"
 
 
-def test_notes_say_which_ways_did_other_work_or_learned_something_else() -> None:
+def test_notes_name_ways_with_different_work_or_weights() -> None:
     def said(weight: float = 1.0, samples: int = 16) -> str:
         records = {Way("single", 1): record([[2.0]]), Way("ddp", 2): record([[1.0]] * 2, samples)}
         return str(notes(rows_of(records, {"ddp": weight}), 1, 40))
@@ -166,7 +166,7 @@ def test_notes_say_which_ways_did_other_work_or_learned_something_else() -> None
         ("ddp,ddp-torch", [1, 2, 4], [("single", 1), ("ddp", 2), ("ddp", 4), ("ddp-torch", 2), ("ddp-torch", 4)]),
     ],
 )
-def test_ways_are_modes_on_one_number_of_devices_or_ranks_on_several(
+def test_ways_are_modes_on_one_device_count_or_ranks_on_several(
     names: str | None, counts: list[int], ways: list[tuple[str, int]]
 ) -> None:
     chosen = choose_ways(names, counts)
@@ -195,17 +195,17 @@ def test_mistakes_are_one_line_before_anything_runs(arguments: list[str], messag
 
 
 def compared(tmp_path: Path, *arguments: str, **environment: str) -> dict[str, Any]:
-    """Compare, and return the rows of the JSON by mode and devices, as in ``ddp-2``."""
+    """Run a comparison and return the rows of its JSON, keyed by mode and devices as in ``ddp-2``."""
     done = paceline(tmp_path, "compare", "--json", "out.json", *arguments, fork="all", **environment)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     return {f"{row['mode']}-{row['devices']}": row for row in rows}
 
 
-def test_a_script_with_a_wrapper_of_its_own_is_compared_in_all_its_modes_with_equal_weights(tmp_path: Path) -> None:
-    own = "class Own(DistributedDataParallel):\n    pass\n\nwith paceline.init()"
-    text = SCRIPT.replace("with paceline.init()", own).replace("model = DistributedDataParallel(", "model = Own(")
-    # Micro-batches of 7 of the 98 samples are uneven on two ranks.
+def test_script_with_a_wrapper_subclass_runs_in_all_modes_with_equal_weights(tmp_path: Path) -> None:
+    subclass = "class Own(DistributedDataParallel):\n    pass\n\nwith paceline.init()"
+    text = SCRIPT.replace("with paceline.init()", subclass).replace("model = DistributedDataParallel(", "model = Own(")
+    # Two ranks split the 98 samples into micro-batches of 7, which do not divide evenly.
     loader = "paceline.data.DataLoader(data, batch_size=int(sys.argv[1]))"
     text = text.replace(f"in {loader}", f"in paceline.accumulate(model, {loader}, 2)").replace("64, ", "98, ")
     text = text.replace("        optimizer", "        if model.do_sync: optimizer")
@@ -220,8 +220,8 @@ def test_a_script_with_a_wrapper_of_its_own_is_compared_in_all_its_modes_with_eq
 
 
 @pytest.mark.slow
-def test_a_recipe_in_all_modes_ends_with_weights_equal_to_a_millionth(tmp_path: Path) -> None:
-    """Every derived figure follows from those beside it."""
+def test_recipe_weights_agree_to_a_millionth_in_all_modes(tmp_path: Path) -> None:
+    """Every derived figure also follows from the figures beside it."""
     rows = compared(tmp_path, "digits", "--nproc", "2", "--steps", "20")
     assert len(rows) == 4
     for row in rows.values():
@@ -272,7 +272,7 @@ with paceline.init() as world:
 def test_two_wrapped_models_are_measured_together_and_both_compared(
     seed: str, least: float, most: float, tmp_path: Path
 ) -> None:
-    """The figures were those of the model whose forward came last; another seed changes the first on two ranks."""
+    """The figures were those of the last model to run its forward; another seed changes the first one on two ranks."""
     options = ["--nproc", "2", "--steps", "4", "--modes", "single,ddp"]
     rows = compared(tmp_path, *options, script(tmp_path, GAN), "1", "20", SEED=seed)
     assert {row["samples_per_step"] for row in rows.values()} == {8}
@@ -285,7 +285,7 @@ def test_two_wrapped_models_are_measured_together_and_both_compared(
     ("line", "code", "message"),
     [("raise RuntimeError('no luck')", 1, "RuntimeError: no luck"), ("sys.exit(0)", 2, "took 2 optimizer steps")],
 )
-def test_a_mode_that_fails_ends_those_that_wait_for_their_turns(
+def test_failing_mode_ends_the_modes_waiting_for_their_turns(
     tmp_path: Path, line: str, code: int, message: str
 ) -> None:
     text = SCRIPT.replace(
@@ -305,7 +305,7 @@ def test_a_mode_that_fails_ends_those_that_wait_for_their_turns(
     assert done.stdout == ""
 
 
-def test_ctrl_c_leaves_no_rank_of_any_number(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_ranks_of_every_mode(tmp_path: Path) -> None:
     text = SCRIPT.replace(
         "    for x, y in",
         "    import os, time, pathlib; place = f'{world.size}{world.rank}'\n"

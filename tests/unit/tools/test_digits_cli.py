@@ -1,4 +1,4 @@
-"""``paceline train digits`` as its users meet it: what it says, what it refuses, how it ends. Real processes."""
+"""``paceline train digits`` from the user's side: output, refusals, and exits of real processes."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ KEPT = ["--checkpoint-dir", "points"]
 
 
 def digits(folder: Path, *options: str, nproc: int = 1) -> Any:
-    """Run the command with `options` to its end."""
+    """Run the command with `options` to completion."""
     return paceline(folder, "train", "digits", "--nproc", str(nproc), *options, fork="all", OMP_NUM_THREADS="1")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file below `folder` with its bytes, and every folder; without what the test itself puts there."""
+    """Map every path below `folder` to its bytes (None for folders), without the test's own files."""
     ours = {folder / name for name in ("stdout", "stderr", "tmp", "torch")}
-    found = [path for path in folder.rglob("*") if not ours & {path, *path.parents}]
-    return {str(path): path.read_bytes() if path.is_file() else None for path in found}
+    paths = [path for path in folder.rglob("*") if not ours & {path, *path.parents}]
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
 
 
-def living_in(folder: Path) -> list[int]:
-    """Process ids of whoever works in `folder`."""
-    found = []
+def pids_in(folder: Path) -> list[int]:
+    """Return the IDs of the processes that work in `folder`."""
+    pids = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and alive(int(entry)):
             try:
                 if Path(os.readlink(f"/proc/{entry}/cwd")) == folder:
-                    found.append(int(entry))
+                    pids.append(int(entry))
             except OSError:
                 continue
-    return found
+    return pids
 
 
-def assert_refused(folder: Path, done: Any, before: dict[str, bytes | None], message: str) -> None:
-    """Exit code 2, one line on stderr that says `message`, nothing on stdout, nothing left behind."""
+def assert_refused(folder: Path, done: Any, unchanged: dict[str, bytes | None], message: str) -> None:
+    """Require exit code 2, one line on stderr that contains `message`, an empty stdout and an unchanged folder."""
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
     assert message in done.stderr
-    assert contents(folder) == before
-    assert living_in(folder) == []
+    assert contents(folder) == unchanged
+    assert pids_in(folder) == []
 
 
-def test_a_refusal_by_the_ranks_is_one_line_and_no_folder_is_made(tmp_path: Path) -> None:
+def test_refusal_by_the_ranks_is_one_line_and_makes_no_folder(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("not a folder")
-    before = contents(tmp_path)
+    unchanged = contents(tmp_path)
     done = digits(tmp_path, "--checkpoint-dir", "plain/points", nproc=2)
     message = "plain/points cannot be used: Not a directory; choose a folder"
-    assert_refused(tmp_path, done, before, message)
+    assert_refused(tmp_path, done, unchanged, message)
 
 
-# -- a run and what it leaves ------------------------------------------------------------------------------------------
+# -- a run and its files ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a run of two ranks that has ended, and the run; its folder of checkpoints held another file."""
+    """A completed two-rank run and its folder; its checkpoint folder already held another file."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "points").mkdir()
     (folder / "points" / "thesis.tex").write_text("…")
@@ -88,7 +88,7 @@ def points(finished: tuple[Path, Any], tmp_path: Path) -> Path:
 PROMISED = {"accuracy": float, "test_loss": float, **FIELDS}
 
 
-def test_json_holds_what_was_promised_and_another_file_is_kept(finished: tuple[Path, Any]) -> None:
+def test_json_report_is_complete_and_unrelated_files_are_kept(finished: tuple[Path, Any]) -> None:
     folder, done = finished
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads((folder / "report.json").read_text())
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_all_ranks_after_a_saved_step(tmp_path: Path) -> None:
         assert job.wait() == 130
         said = r"interrupted, after step (\d+) was saved\nthe checkpoints in points are kept; .* with --resume\n$"
         [saved] = re.findall(said, job.stderr)
-    assert living_in(tmp_path) == []
+    assert pids_in(tmp_path) == []
     with Checkpointer(tmp_path / "points") as checkpointer:
         newest = checkpointer.steps()[-1]
         assert checkpointer.latest() == tmp_path / "points" / f"step-{newest:08d}"

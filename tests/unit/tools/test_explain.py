@@ -1,4 +1,4 @@
-"""``paceline explain``: what is drawn is what the schedule does, and the page plays it."""
+"""``paceline explain``: drawings match the schedules, and the page plays them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ ANY_SCHEDULE = sorted(set(NAMES) - {"hierarchical_all_reduce"})
 
 
 def play(schedule: Schedule, spoil: tuple[int, int, int] | None = None) -> list[torch.Tensor]:
-    """What ranks hold after each step, [rank, chunk], computed with numbers: rank r begins with 2^r in every chunk.
+    """Run a schedule on numbers and return each step's tensors, [rank, chunk]; rank r starts with 2^r in every chunk.
 
-    With `spoil`, (step, rank, chunk), that entry is made worthless after that step.
+    `spoil`, given as (step, rank, chunk), invalidates that entry after that step.
     """
     now = (2 ** torch.arange(schedule.size)).unsqueeze(1).repeat(1, schedule.chunks)
     history = []
     for number, step in enumerate([(), *schedule.steps]):
-        before = now.clone()
+        previous = now.clone()
         for transfer in step:
             part = slice(transfer.chunks.start, transfer.chunks.stop)
-            came = before[transfer.src, part]
+            came = previous[transfer.src, part]
             now[transfer.dst, part] = now[transfer.dst, part] + came if transfer.reduce else came
         if spoil is not None and spoil[0] == number:
             now[spoil[1:]] = 10**6
@@ -43,7 +43,7 @@ def play(schedule: Schedule, spoil: tuple[int, int, int] | None = None) -> list[
 
 
 def drawn_cells(frame: Frame, size: int, rows: int) -> list[list[int]]:
-    """The cells of a drawing, [rank][row], by where they are: sums of 2^rank, and 0 for an empty one."""
+    """Return the cells of a drawing by position, [rank][row]: sums of 2^rank, or 0 if empty."""
     filled = re.findall(r'<use href="#c\d+b?-([\d.]+)-\w*" x="([\d.]+)" y="([\d.]+)"', frame.drawing.svg)
     empty = re.findall(r'<rect()(?: x="([\d.]+)") y="([\d.]+)" [^>]*class="ghost"', frame.drawing.svg)
     values = [(float(x), float(y), sum(2 ** int(rank) for rank in terms.split(".") if rank)) for terms, x, y in filled]
@@ -54,7 +54,7 @@ def drawn_cells(frame: Frame, size: int, rows: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("size", [1, 7])
 @pytest.mark.parametrize("name", ANY_SCHEDULE)
-def test_frames_show_what_ranks_hold_when_the_schedule_is_run_with_numbers(name: str, size: int) -> None:
+def test_frames_match_the_schedule_run_on_numbers(name: str, size: int) -> None:
     schedule = build(name, size)
     shown = [drawn_cells(frame, size, schedule.chunks) for frame in collectives.scene(schedule).frames]
     needed = [torch.tensor(state) for state in collectives.used_later(schedule)]
@@ -63,14 +63,14 @@ def test_frames_show_what_ranks_hold_when_the_schedule_is_run_with_numbers(name:
 
 @pytest.mark.parametrize("ranks", [1, 9])
 @pytest.mark.parametrize("what", KNOWN)
-def test_a_sheet_and_a_page_are_whole_and_need_no_network(what: str, ranks: int) -> None:
+def test_sheet_and_page_are_complete_and_offline(what: str, ranks: int) -> None:
     drawn = scenes(what, ranks)
     said = [element.text for element in ElementTree.fromstring(sheet(drawn)).iter(f"{SVG}text")]
     for scene in drawn:
         assert {scene.title, *(frame.title for frame in scene.shown or scene.frames if frame.title)} <= set(said)
         assert scene.about
     made = page(drawn)
-    # A page opens at the end, without its script too: the start is empty frames.
+    # Without its script, a page shows the end; the start is empty frames.
     shown = re.findall(r'<g class="frame shown" data-title="([^"]+)"', made)
     assert shown == [scene.frames[-1].title for scene in drawn]
     assert made.count('<p class="watch">') == len([scene for scene in drawn if scene.hint])
@@ -105,7 +105,7 @@ const later = (ms) => new Promise((done) => setTimeout(done, ms));
 """
 
 
-def test_the_page_plays_pauses_and_steps_in_chromium(tmp_path: Path) -> None:
+def test_page_plays_pauses_and_steps_in_chromium(tmp_path: Path) -> None:
     assert run_in_page(page(scenes("ring", 4)), PLAYED, tmp_path, milliseconds=40_000) == [
         ["step 6 of 6: receivers copy", 6, "no", "6"],
         ["start", 0, "no", "0"],
@@ -123,14 +123,14 @@ def test_the_page_plays_pauses_and_steps_in_chromium(tmp_path: Path) -> None:
 
 
 def printed(what: str, ranks: int, width: int = 80) -> str:
-    """The tables of a subject."""
+    """Return the printed tables of a subject."""
     console = Console(file=io.StringIO(), width=width)
     for table in (scene.table for scene in scenes(what, ranks) if scene.table):
         console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_table_says_whose_parts_are_in_each_sum() -> None:
+def test_table_names_the_ranks_in_each_sum() -> None:
     schedule = build("ring_all_reduce", 3)
     said = [re.findall(r"[·012]{3}|–", line) for line in printed("ring", 3).splitlines()]
     rows = [cells for cells in said if len(cells) == 3]
@@ -143,10 +143,10 @@ def test_the_table_says_whose_parts_are_in_each_sum() -> None:
     assert rows == want
 
 
-def test_overlap_pictures_say_what_the_arithmetic_says() -> None:
+def test_overlap_pictures_match_the_arithmetic() -> None:
     late, early = buckets.example(4)
     assert late.full[-1] == pytest.approx(buckets.BACKWARD)
-    # By hand: 25 MiB on 4 ranks are 6 messages of 6.25 MiB, 5.24 ms and 0.05 ms each.
+    # By hand: 25 MiB on 4 ranks are 6 messages of 6.25 MiB, which take 5.24 ms and 0.05 ms each.
     seconds = [end - begin for begin, end in zip(late.begin, late.end, strict=True)]
     assert seconds[-1] == pytest.approx(6 * (0.05e-3 + 6.25 * 2**20 / 1.25e9))
     assert late.exposed == pytest.approx(sum(seconds))
@@ -169,17 +169,17 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_one_line(arguments: list[str], message: str, refusal: Any) -> None:
+def test_bad_arguments_are_one_line(arguments: list[str], message: str, refusal: Any) -> None:
     assert message in refusal("explain", *arguments)
 
 
 @pytest.mark.parametrize("what", KNOWN)
-def test_the_pictures_in_the_docs_are_those_drawn_today(what: str) -> None:
+def test_pictures_in_the_docs_are_current(what: str) -> None:
     assert (PICTURES / f"{what}.svg").read_text("utf-8") == sheet(scenes(what, 4)), "run: make pictures"
 
 
 @pytest.mark.parametrize("suffix", ["svg", "html"])
-def test_the_command_writes_the_file(suffix: str, tmp_path: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_the_file(suffix: str, tmp_path: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"ring.{suffix}"
     assert run("explain", "ring", "--ranks", "3", "--out", str(file)) == 0
     assert capsys.readouterr().out == f"wrote {file}\n"

@@ -1,4 +1,4 @@
-"""``paceline explain collectives``: what is drawn before and after is what torch's calls take and give."""
+"""``paceline explain collectives``: the drawn states match the inputs and outputs of torch's calls."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from paceline.tools.explain.explain_command import MOST_RANKS
 
 
 def numbers(cells: list[Cell], row_of: list[int]) -> torch.Tensor:
-    """A rank's rows as numbers: chunk c of rank r is 2^r + 1000 c, and an empty one is 0."""
+    """Return a rank's rows as numbers: 2^r + 1000 c for chunk c of rank r, 0 if empty."""
     return torch.tensor(
         [sum(2**rank + 1000 * row for rank in cell.terms) for cell, row in zip(cells, row_of, strict=True)]
     )
 
 
 def letters(collective: Collective, cells: list[Cell]) -> list[int]:
-    """The chunk in each row: the row itself, or for an all-to-all what the letters say."""
+    """Return the chunk in each row: the row index, or the letter in an all-to-all."""
     is_exchange = collective.schedule.result == "all-to-all"
     return [ord(cell.label[0]) - 65 if is_exchange else row for row, cell in enumerate(cells)]
 
 
 def called(collective: Collective, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """What a rank holds after the call below the picture, made with the data of the picture."""
+    """Return this rank's result of the call shown below the picture, on the picture's data."""
     part = tensor[rank : rank + 1].clone()
     given = {"tensor": tensor, "part": part, "input": tensor, "output": torch.zeros_like(tensor)}
     name, _, arguments = collective.call.partition("(")
@@ -38,18 +38,18 @@ def called(collective: Collective, tensor: torch.Tensor, rank: int) -> torch.Ten
 
 
 @pytest.mark.ranks(4)
-def test_the_picture_shows_what_torchs_call_does() -> None:
+def test_picture_matches_the_torch_call() -> None:
     rank = dist.get_rank()
     for collective in collectives(4):
         start, *_, end = (state[rank] for state in states(collective.schedule))
         given = numbers(start, letters(collective, start))
         result = called(collective, given, rank)
-        if collective.schedule.result != "reduce" or rank == 0:  # torch promises nothing of the others' tensors
+        if collective.schedule.result != "reduce" or rank == 0:  # torch leaves the others' tensors undefined
             assert torch.equal(result, numbers(end, letters(collective, end))), collective.schedule.name
 
 
 @pytest.mark.parametrize("size", [1, MOST_RANKS])
-def test_the_all_to_all_ends_transposed_and_each_pair_swaps_once(size: int) -> None:
+def test_all_to_all_ends_transposed_and_swaps_each_pair_once(size: int) -> None:
     schedule = collectives(size)[-1].schedule
     start, *_, end = states(schedule) * 2
     for rank in range(size):
@@ -57,12 +57,12 @@ def test_the_all_to_all_ends_transposed_and_each_pair_swaps_once(size: int) -> N
             assert start[rank][row].terms == (rank,)
             assert end[rank][row].terms == (row,)
             assert start[rank][row].label == end[row][rank].label
-    pairs = [(one.src, one.dst) for step in schedule.steps for one in step]
+    pairs = [(message.src, message.dst) for step in schedule.steps for message in step]
     assert sorted(pairs) == [(rank, other) for rank in range(size) for other in range(size) if rank != other]
 
 
 @pytest.mark.parametrize("size", [2, MOST_RANKS])
-def test_bytes_and_times_are_the_laws_of_the_cost_model(size: int) -> None:
+def test_bytes_and_times_match_the_cost_model(size: int) -> None:
     mib, most, share = 25.0, size.bit_length() - 1, (size - 1) / size
     laws = {
         "broadcast": (most, most, most, 1),
@@ -72,7 +72,7 @@ def test_bytes_and_times_are_the_laws_of_the_cost_model(size: int) -> None:
         "all-gather": (size - 1, share, share, share),
         "all-to-all": (size - 1, share, share, share),
     }
-    assert [one.schedule.result for one in collectives(size)] == list(laws)
+    assert [collective.schedule.result for collective in collectives(size)] == list(laws)
     for collective in collectives(size):
         messages, tensors, sent, received = laws[collective.schedule.result]
         seconds = messages * LATENCY + tensors * mib * 2**20 / BANDWIDTH

@@ -1,4 +1,4 @@
-"""``paceline explain bubble``: the bubbles of late ranks, computed by hand."""
+"""``paceline explain bubble``: bubbles of late ranks, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ RANKS = [2, MOST_RANKS]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_bandwidth_shortens_no_bubble_and_equal_work_ends_it(ranks: int) -> None:
+def test_bubbles_are_independent_of_bandwidth_and_vanish_for_equal_work(ranks: int) -> None:
     late, fast, equal = bubble.late_rank(ranks)
-    # By hand: half of 75 + 150 ms more.
+    # By hand: half of the 75 + 150 ms of extra work.
     assert late.bubbles == pytest.approx([0.0 if rank == bubble.LATE else 0.1125 for rank in range(ranks)])
     assert fast.bubbles == late.bubbles
     assert fast.communication < 0.6 * late.communication
@@ -22,7 +22,7 @@ def test_bandwidth_shortens_no_bubble_and_equal_work_ends_it(ranks: int) -> None
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_ranks_that_meet_once_wait_for_the_largest_sum_alone(ranks: int) -> None:
+def test_ranks_that_synchronize_once_wait_for_the_largest_sum(ranks: int) -> None:
     each, once = bubble.accumulation(ranks)
     late = [sum(micro % ranks == rank for micro in range(bubble.MICRO_BATCHES)) for rank in range(ranks)]
     assert each.bubbles == pytest.approx([0.1125 * (bubble.MICRO_BATCHES - times) for times in late])

@@ -1,4 +1,4 @@
-"""The parts of the recipe lm: text, tokens and windows, the model, the optimizer; and its training on several ranks."""
+"""The lm recipe: text, tokens and windows, model and optimizer, and training on several ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "context": 16, "w
 
 
 def prose(words: int) -> str:
-    """Text of the same few words in another order each time."""
+    """Return text made of the same few words in varying order."""
     choose = random.Random(words).choice
     return " ".join(choose(["the", "king", "of", "naïve", "rats", "is\n", "not", "here,"]) for _ in range(words))
 
@@ -48,12 +48,12 @@ def test_windows_predict_every_token_but_the_first_exactly_once(length: int) -> 
     assert all(len(part) == 5 for k in range(len(windows)) for part in windows[k])
 
 
-def test_the_last_tenth_is_validation_and_its_first_character_is_predicted_too() -> None:
+def test_validation_is_the_last_tenth_including_its_first_character() -> None:
     corpus = make_corpus("ab" * 50, 8)
     assert (corpus.training.tokens, corpus.validation.tokens) == (89, 10)
 
 
-def test_characters_come_back_as_they_were() -> None:
+def test_decoding_restores_the_characters() -> None:
     words = "naïve 木 🙂\n\tend"
     tokenizer = Characters(words)
     assert tokenizer.size == len(set(words))
@@ -62,7 +62,7 @@ def test_characters_come_back_as_they_were() -> None:
     assert tokenizer.decode(tokens) == words
 
 
-def test_a_byte_order_mark_is_no_character(tmp_path: Path) -> None:
+def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes("\ufeffabc".encode())
     assert read_text(str(tmp_path / "text.txt")) == "abc"
 
@@ -74,24 +74,24 @@ def trained_a_little(vocabulary: int = 11) -> GPT:
     with set_seed(1):
         model = GPT(vocabulary, context=12, width=16, layers=2, heads=2)
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)  # zeros hide mistakes
+            torch.nn.init.normal_(parameter, std=0.3)  # zeros would hide mistakes
     return model
 
 
 @torch.no_grad()
-def test_a_token_changes_no_prediction_before_it() -> None:
+def test_token_does_not_affect_earlier_predictions() -> None:
     model = trained_a_little()
     tokens = torch.randint(0, 11, (1, 12), generator=torch.Generator().manual_seed(0))
-    before = model(tokens)
+    expected = model(tokens)
     for position in range(12):
         changed = tokens.clone()
         changed[0, position] = (tokens[0, position] + 1) % 11
         after = model(changed)
-        torch.testing.assert_close(after[0, :position], before[0, :position])
-        assert (after[0, position] - before[0, position]).abs().max() > 1e-3
+        torch.testing.assert_close(after[0, :position], expected[0, :position])
+        assert (after[0, position] - expected[0, position]).abs().max() > 1e-3
 
 
-def test_the_model_is_uniform_at_first() -> None:
+def test_initial_model_predicts_uniformly() -> None:
     with set_seed(0):
         logits = GPT(11, context=12, width=16, layers=2, heads=2)(torch.zeros(2, 12, dtype=torch.int64))
     assert logits.shape == (2, 12, 11)
@@ -99,7 +99,7 @@ def test_the_model_is_uniform_at_first() -> None:
 
 
 def train_by_both(world: World) -> None:
-    """Train a model by the combined optimizer, and another by torch's two."""
+    """Train one model by the combined optimizer, and another by torch's two optimizers."""
     ours, theirs = trained_a_little(), trained_a_little()
     matrices = theirs.matrices()
     others = [parameter for parameter in theirs.parameters() if parameter not in set(matrices)]
@@ -110,7 +110,7 @@ def train_by_both(world: World) -> None:
     ]
     tokens = torch.randint(0, 11, (3, 12), generator=torch.Generator().manual_seed(0))
     for step in range(5):
-        if step == 3:  # another one goes on from its state
+        if step == 3:  # a new optimizer takes over its state
             state, combined = combined.state_dict(), optimizer_for(ours, lr=1.0)
             combined.load_state_dict(state)
         for model, optimizers in ((ours, [combined]), (theirs, apart)):
@@ -122,7 +122,7 @@ def train_by_both(world: World) -> None:
         assert torch.equal(one, other), name
 
 
-def test_blocks_are_trained_by_muon_and_all_else_by_adamw(pools: Pools) -> None:
+def test_muon_trains_the_blocks_and_adamw_the_rest(pools: Pools) -> None:
     pools.run(1, train_by_both)
 
 
@@ -130,7 +130,7 @@ def test_blocks_are_trained_by_muon_and_all_else_by_adamw(pools: Pools) -> None:
 
 
 def trained(world: World, config: LmConfig) -> tuple[dict[str, Any], list[str]]:
-    """The report of a training, and what rank 0 writes after it."""
+    """Return the training report and rank 0's generated text."""
     corpus = config.corpus()
     model, report, _ = train_lm(config, corpus, world)
     sample = written_on(unwrap(model), corpus.validation[0][0][:1], 20, config.context, seed=3)
@@ -146,19 +146,19 @@ def test_ranks_and_micro_batches_give_the_same_loss(pools: Pools, text: Path) ->
         assert len({sha for report in reports for sha in report["replica_sha256"]}) == 1
         losses[size, accumulate] = reports[0]["loss"]
     assert list(losses.values()) == pytest.approx([losses[1, 1]] * 2, rel=1e-4)
-    assert losses[1, 1] < 2.6  # uniform is 3.1
+    assert losses[1, 1] < 2.6  # a uniform prediction gives 3.1
 
 
 @pytest.mark.slow
 def test_virtual_ranks_give_the_same_weights_and_metrics_on_1_and_2_ranks(pools: Pools, text: Path) -> None:
     config = LmConfig(data=str(text), max_steps=12, batch_size=12, virtual_ranks=8, precision="bf16", **SMALL)
-    found = [report for size in (1, 2) for report, _ in pools.run(size, trained, config)]
-    assert len({sha for report in found for sha in report["replica_sha256"]}) == 1
-    assert len({(report["loss"], report["perplexity"], report["steps"]) for report in found}) == 1
+    reports = [report for size in (1, 2) for report, _ in pools.run(size, trained, config)]
+    assert len({sha for report in reports for sha in report["replica_sha256"]}) == 1
+    assert len({(report["loss"], report["perplexity"], report["steps"]) for report in reports}) == 1
 
 
 def naive_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
-    """The definition of the reported loss, a token at a time."""
+    """Compute the reported loss by its definition, one token at a time."""
     losses = []
     for index in range(1, len(tokens)):
         start = (index - 1) // context * context
@@ -176,13 +176,13 @@ def loss_twice(world: World, config: LmConfig) -> tuple[float, float]:
         return report["loss"], naive_loss(unwrap(model), tokens, config.context)
 
 
-def test_the_reported_loss_is_the_mean_over_every_validation_token(pools: Pools, text: Path) -> None:
+def test_reported_loss_is_the_mean_over_all_validation_tokens(pools: Pools, text: Path) -> None:
     config = LmConfig(data=str(text), epochs=1, batch_size=16, **SMALL)
     for reported, expected in pools.run(2, loss_twice, config):
         assert reported == pytest.approx(expected, rel=1e-5)
 
 
-def test_another_text_is_refused_on_resume(pools: Pools, text: Path, tmp_path: Path) -> None:
+def test_resume_with_another_text_is_refused(pools: Pools, text: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text("utf-8").replace("king", "ring", 1), "utf-8")
     config = LmConfig(data=str(text), epochs=1, batch_size=32, checkpoint_dir=str(tmp_path / "points"), **SMALL)

@@ -1,4 +1,4 @@
-"""``paceline train lm`` as its users meet it: what it says and writes. Real processes."""
+"""``paceline train lm`` from the user's side: its output and generated text, with real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = ["--context", "32", "--width", "16", "--layers", "1", "--heads", "2", "-
 PROMISED = {"loss": float, "perplexity": float, "tokens_per_second": float, **FIELDS}
 
 
-def test_a_run_reports_loss_perplexity_tokens_per_second_and_writes_on(tmp_path: Path) -> None:
+def test_run_reports_its_figures_and_generates_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     options = ["--data", "text.txt", *SMALL, "--sample", "40", "--json", "report.json"]
     done = paceline(tmp_path, "train", "lm", "--nproc", "2", *options, fork="all", OMP_NUM_THREADS="1")
@@ -34,5 +34,5 @@ def test_a_run_reports_loss_perplexity_tokens_per_second_and_writes_on(tmp_path:
     assert any(line.startswith("tokens per second") for line in lines)
     table, sample = done.stdout.split("A sample of the model's text:\n")
     assert "lm, 2 ranks" in table
-    assert len(sample) == 1 + 40 + 1  # the token to begin with, those asked for, and print's end of line
+    assert len(sample) == 1 + 40 + 1  # the prompt token, the requested tokens and the newline of print
     assert set(sample) <= set(TEXT)

@@ -1,4 +1,4 @@
-"""``paceline estimate-memory``: what it counts is what ranks hold, and mistakes are one line."""
+"""``paceline estimate-memory``: estimates match the bytes that ranks hold, and mistakes are one line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ OPTIMIZERS = ("Adam+amsgrad", "sgd", "SGD+momentum+nesterov", "adafactor", "adam
 
 @pytest.mark.parametrize("text", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_of_any_shape_follows_from_a_step_on_a_tiny_parameter(text: str, dtype: torch.dtype) -> None:
+def test_optimizer_state_scales_from_a_tiny_parameter(text: str, dtype: torch.dtype) -> None:
     trial = parse_optimizer(text)
     for shape in ((), (33,), (48, 7), (7, 7), (4, 1, 3), (8, 3, 5, 5), (0,)):
         if text == "adafactor" and 0 in shape:
@@ -78,18 +78,18 @@ def test_state_of_any_shape_follows_from_a_step_on_a_tiny_parameter(text: str, d
         assert trial.nbytes(shape, dtype) == held(optimizer.state), shape
 
 
-def test_an_optimizer_that_cannot_train_a_parameter_says_so() -> None:
+def test_optimizer_that_cannot_train_a_parameter_is_refused() -> None:
     cases: Any = (("muon", (3,), "1 dimension in"), ("lbfgs", (3, 2), "LBFGS"), ("sparseadam", (2,), "dense gradients"))
     for text, shape, said in cases:
         with pytest.raises(paceline.UsageError, match=said):
             parse_optimizer(text).nbytes(shape, torch.float32)
 
 
-# -- what ranks hold ---------------------------------------------------------------------------------------------------
+# -- memory of ranks ---------------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Layers of odd sizes: tied, frozen, in two dtypes, with buffers, and more than a bucket of parameters."""
+    """Layers of odd sizes: tied, frozen, in two dtypes, with buffers, and larger than a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,8 +106,8 @@ class Net(nn.Module):
         hidden = self.tokens(tokens).mean(1)
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden))
-        found: Tensor = self.wide(self.head(self.frozen(self.norm(hidden))).double())
-        return found
+        estimated: Tensor = self.wide(self.head(self.frozen(self.norm(hidden))).double())
+        return estimated
 
 
 def elements(tensors: Any) -> int:
@@ -122,8 +122,8 @@ def train(model: nn.Module, optimizer: Any, rank: int) -> None:
         optimizer.step()
 
 
-def held_by_ours(world: World, kind: type, sharding: dict[str, Any] | None) -> Any:
-    """Weights, gradients, optimizer state and buckets of this rank, in bytes."""
+def bytes_with_paceline(world: World, kind: type, sharding: dict[str, Any] | None) -> Any:
+    """Return this rank's bytes of weights, gradients, optimizer state and buckets."""
     model = paceline.DistributedDataParallel(Net())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = kind(trained) if sharding is None else ShardedOptimizer(trained, kind, **sharding)
@@ -136,7 +136,7 @@ def held_by_ours(world: World, kind: type, sharding: dict[str, Any] | None) -> A
 
 
 def row(training: Training, ranks: int, strategy: str) -> Footprint:
-    return next(each for each in training.footprints(ranks) if each.strategy == strategy)
+    return next(entry for entry in training.footprints(ranks) if entry.strategy == strategy)
 
 
 CASES: dict[str, tuple[type, dict[str, Any]]] = {
@@ -146,25 +146,27 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_ranks_hold_the_bytes_that_were_estimated(pools: Pools, text: str) -> None:
+def test_ranks_hold_the_estimated_bytes(pools: Pools, text: str) -> None:
     kind, how = CASES[text]
     training = Training(Net(), parse_optimizer(text))
     ours = row(training, 2, SHARDED)
     states = [training.state_bytes(parts) for parts in training.sharded_parts(2)[0]]
-    found = pools.run(2, held_by_ours, kind, how)
+    estimated = pools.run(2, bytes_with_paceline, kind, how)
     gradients = training.gradient_bytes
-    assert found == [(ours.weights, gradients, state, gradients) for state in states]  # gradients lie in the buckets
+    assert estimated == [
+        (ours.weights, gradients, state, gradients) for state in states
+    ]  # gradients are views of the buckets
     assert ours.state == max(states)
     plain = row(training, 2, DDP)
     expected = (plain.weights, plain.gradients, plain.state, plain.gradients)
-    assert pools.run(2, held_by_ours, kind, None) == [expected] * 2
+    assert pools.run(2, bytes_with_paceline, kind, None) == [expected] * 2
 
 
 def fsdp2_module() -> nn.Sequential:
     return nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 33), nn.BatchNorm1d(33))
 
 
-def held_by_fsdp2(world: World) -> Any:
+def bytes_with_fsdp2(world: World) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     module, mesh = fsdp2_module(), init_device_mesh("cpu", (world.size,))
@@ -175,22 +177,22 @@ def held_by_fsdp2(world: World) -> Any:
     optimizer.step()
 
     def local(tensors: Any) -> int:
-        return elements(each.to_local() if hasattr(each, "to_local") else each for each in tensors)
+        return elements(tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
 
-    state = (each for entry in optimizer.state.values() for each in entry.values())
+    state = (tensor for entry in optimizer.state.values() for tensor in entry.values())
     gradients = (parameter.grad for parameter in module.parameters())
     return local(module.parameters()) + elements(module.buffers()), local(gradients), local(state)
 
 
-def test_the_first_rank_of_fsdp2_holds_the_bytes_that_were_estimated(pools: Pools) -> None:
+def test_first_fsdp2_rank_holds_the_estimated_bytes(pools: Pools) -> None:
     footprint = row(Training(fsdp2_module(), parse_optimizer("adamw")), 2, FSDP2)
-    found = pools.run(2, held_by_fsdp2)
-    assert found[0] == (footprint.weights, footprint.gradients, footprint.state)
-    assert all(second <= first for first, second in zip(*found, strict=True))
+    estimated = pools.run(2, bytes_with_fsdp2)
+    assert estimated[0] == (footprint.weights, footprint.gradients, footprint.state)
+    assert all(second <= first for first, second in zip(*estimated, strict=True))
 
 
 def staged_at_a_time(world: World) -> tuple[int, int, bool]:
-    """The most gatherings under way, their number, and whether the parameters are right."""
+    """Return the peak number of pending all-gathers, their total, and whether the parameters are right."""
     capacity, sharding.CAPACITY = sharding.CAPACITY, 64  # type: ignore[attr-defined]
     try:
         torch.manual_seed(0)
@@ -209,31 +211,31 @@ def staged_at_a_time(world: World) -> tuple[int, int, bool]:
         return launched
 
     channel.all_gather = counted  # type: ignore[method-assign]
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    original = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    is_right = all(torch.equal(old - 0.5, new) for old, new in zip(before, model.parameters(), strict=True))
+    is_right = all(torch.equal(old - 0.5, new) for old, new in zip(original, model.parameters(), strict=True))
     return max(counts), len(counts), is_right
 
 
-def test_parameters_that_travel_through_buffers_do_so_four_segments_at_a_time(pools: Pools) -> None:
-    # All at once took buffers as large as all parameters together: half of what sharding Adam saves on many ranks.
+def test_parameters_are_gathered_at_most_four_segments_at_a_time(pools: Pools) -> None:
+    # Gathering all at once needed buffers as large as the parameters, half of what sharding Adam saves on many ranks.
     assert pools.run(2, staged_at_a_time) == [(4, 7, True)] * 2
 
 
-def test_buffers_of_a_strategy_are_small_unless_it_copies_all() -> None:
+def test_strategy_buffers_are_small_unless_they_copy_everything() -> None:
     module = nn.Sequential(*[nn.Linear(2048, 2048, device="meta") for _ in range(16)])  # 256 MiB
     training = Training(module, parse_optimizer("adamw"))
     ours, sharded, torchs, fsdp2 = (row(training, 4, name) for name in (DDP, SHARDED, TORCH_DDP, FSDP2))
     assert torchs.communication == training.gradient_bytes
     assert ours.communication < 40 * 2**20
-    assert sharded.communication == 5 * ours.communication  # parameters are cut as gradients are
+    assert sharded.communication == 5 * ours.communication  # parameters and gradients are split in the same way
     assert fsdp2.communication == 2 * 2 * (2048 * 2048 + 2048) * 4  # weights and gradients of two layers
     unequal = Training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)), parse_optimizer("adamw"))
-    assert row(unequal, 4, FSDP2).communication == 2 * (144 + 136) * 4  # the two largest
+    assert row(unequal, 4, FSDP2).communication == 2 * (144 + 136) * 4  # the two largest layers
     assert all(row(training, 1, name).communication == 0 for name in (DDP, SHARDED, FSDP2))
-    peaks = [each.peak("cpu", 4, Activations()) for each in (torchs, ours, sharded, fsdp2)]
+    peaks = [entry.peak("cpu", 4, Activations()) for entry in (torchs, ours, sharded, fsdp2)]
     assert peaks == sorted(peaks, reverse=True)
 
 
@@ -245,14 +247,14 @@ class Attention(nn.Module):
         super().__init__()
         self.tokens, self.qkv, self.out = nn.Embedding(50, 32), nn.Linear(32, 96), nn.Linear(32, 50, bias=False)
         self.out.weight = self.tokens.weight
-        self.scale = torch.ones(32)  # an attribute that is no buffer
+        self.scale = torch.ones(32)  # an attribute, not a buffer
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.tokens(tokens) * self.scale
         q, k, v = self.qkv(hidden).view(*tokens.shape, 3, 4, 8).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(hidden.shape)
-        found: Tensor = self.out(F.dropout(F.gelu(mixed + hidden), 0.1))
-        return found
+        estimated: Tensor = self.out(F.dropout(F.gelu(mixed + hidden), 0.1))
+        return estimated
 
 
 class Checkpointed(nn.Module):
@@ -272,8 +274,8 @@ class Recurrent(nn.Module):
         self.lstm, self.head = nn.LSTM(16, 8, batch_first=True), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return found
+        estimated: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return estimated
 
 
 def pictures() -> nn.Module:
@@ -282,14 +284,14 @@ def pictures() -> nn.Module:
 
 
 def measured_for_real(module: nn.Module, x: Tensor, autocast: torch.dtype | None) -> int:
-    """Bytes of the storages that autograd saves on the CPU, and of the output."""
+    """Return the bytes of the storages that autograd saves on the CPU, and of the output."""
     kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     tensors: list[Tensor] = []
     cast: Any = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     hooks = saved_tensors_hooks(lambda tensor: tensors.append(tensor) or tensor, lambda tensor: tensor)
     with hooks, cast:
         tensors.append(module.train()(x))
-    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size for address, size in sizes.items() if address not in kept)
 
 
@@ -299,7 +301,7 @@ def measured_for_real(module: nn.Module, x: Tensor, autocast: torch.dtype | None
     [(Attention, Batch((3, 24), True)), (Checkpointed, Batch((5, 16))), (pictures, Batch((2, 3, 8, 8)))],
     ids=["attention", "checkpointed", "pictures"],
 )
-def test_activations_are_what_autograd_saves(
+def test_activations_match_the_tensors_saved_by_autograd(
     build: Callable[[], nn.Module], batch: Batch, autocast: torch.dtype | None
 ) -> None:
     x = torch.zeros(batch.shape, dtype=torch.int64) if batch.is_tokens else torch.ones(batch.shape)
@@ -308,21 +310,21 @@ def test_activations_are_what_autograd_saves(
         with torch.device(device):
             model = BuiltModel("net", build())
         estimated = activations_of(model, batch, autocast, on_gpu=True)
-        # Fake tensors have the statistics of a BatchNorm in the input's dtype.
+        # With fake tensors, BatchNorm statistics take the dtype of the input.
         assert estimated.total == (real if autocast is None else pytest.approx(real, rel=0.01))
 
 
-def test_a_batch_that_no_machine_could_hold_is_estimated() -> None:
+def test_impossibly_large_batch_can_be_estimated() -> None:
     with torch.device("meta"):
         model = BuiltModel("wide", nn.Linear(2**20, 2**20))
-    found = activations_of(model, Batch((2**20, 2**20)), None, on_gpu=False)
-    assert found == Activations(2 * 2**42, 0)
+    estimated = activations_of(model, Batch((2**20, 2**20)), None, on_gpu=False)
+    assert estimated == Activations(2 * 2**42, 0)
 
 
-def test_an_lstm_counts_what_its_kernel_saves() -> None:
-    # The real kernel keeps the gates of every step in a workspace of its own, which no hook sees.
-    found = activations_of(BuiltModel("lstm", Recurrent()), Batch((5, 7, 16)), None, on_gpu=False)
-    assert found.total > 5 * 7 * 4 * 8 * 4
+def test_lstm_counts_the_tensors_saved_by_its_kernel() -> None:
+    # The real kernel keeps the gates of every step in a private workspace that no hook sees.
+    estimated = activations_of(BuiltModel("lstm", Recurrent()), Batch((5, 7, 16)), None, on_gpu=False)
+    assert estimated.total > 5 * 7 * 4 * 8 * 4
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -383,7 +385,7 @@ two = lambda: (Small(), 1)
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with models, from which commands are run."""
+    """A folder with models, used as the working directory of commands."""
     (tmp_path / "zoo.py").write_text(MODELS)
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     (tmp_path / "other").mkdir()
@@ -425,7 +427,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.usefixtures("models")
-def test_a_mistake_is_one_line(
+def test_bad_arguments_are_one_line(
     arguments: list[str], message: str, run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("estimate-memory", *arguments) == 2
@@ -437,7 +439,7 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.usefixtures("models")
-def test_without_transformers_the_error_says_what_to_install(refusal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_error_says_how_to_install_it(refusal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = refusal("estimate-memory", "config.json")
     assert f"needs the package 'transformers', which is not installed; {installing('recipes')}" in said
@@ -457,26 +459,26 @@ def estimate(models: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> Any:
     [("zoo.py:Small", 676), ("zoo:Small", 676), ("zoo:Factory.make", 40), ("zoo:built", 6), ("zoo:initialized", 36)],
 )
 def test_models_come_from_classes_functions_and_instances(estimate: Any, model: str, parameters: int) -> None:
-    found = estimate(model, "--nproc", "3", "--optimizer", "sgd")
-    assert found["parameters"] == parameters
-    plain = next(each for each in found["ranks"] if each["strategy"] == DDP)
+    estimated = estimate(model, "--nproc", "3", "--optimizer", "sgd")
+    assert estimated["parameters"] == parameters
+    plain = next(entry for entry in estimated["ranks"] if entry["strategy"] == DDP)
     assert (plain["nproc"], plain["state"], plain["activations"]) == (3, 0, None)
     assert (plain["weights"], plain["gradients"]) == (4 * parameters, 4 * parameters)
 
 
-def test_totals_are_sums_and_dtypes_are_those_asked_for(estimate: Any) -> None:
+def test_totals_are_sums_and_dtypes_follow_the_options(estimate: Any) -> None:
     options = ("--dtype", "bfloat16", "--input-shape", "16", "--batch-size", "8")
-    found = estimate("zoo.py:Small", "--nproc", "4,1", *options)
-    assert [each["nproc"] for each in found["ranks"]] == [1] * 4 + [4] * 4
-    for each in found["ranks"]:
+    estimated = estimate("zoo.py:Small", "--nproc", "4,1", *options)
+    assert [entry["nproc"] for entry in estimated["ranks"]] == [1] * 4 + [4] * 4
+    for entry in estimated["ranks"]:
         parts = ("weights", "gradients", "state", "communication", "activations")
-        assert each["peak"] > sum(each[part] for part in parts)
-        assert each["activations"] == 2 * 8 * (16 + 32 + 4)  # inputs of both layers, and the output
+        assert entry["peak"] > sum(entry[part] for part in parts)
+        assert entry["activations"] == 2 * 8 * (16 + 32 + 4)  # inputs of both layers, and the output
     plain, sharded, fsdp2 = (
-        next(each for each in found["ranks"] if (each["nproc"], each["strategy"]) == (4, name))
+        next(entry for entry in estimated["ranks"] if (entry["nproc"], entry["strategy"]) == (4, name))
         for name in (DDP, SHARDED, FSDP2)
     )
     assert (plain["weights"], plain["state"]) == (2 * 676, 2 * 2 * 676 + 4 * 4)
     assert sharded["weights"] == 2 * 676
     assert fsdp2["weights"] == 2 * 676 / 4
-    assert plain["state"] / 4 < sharded["state"] < plain["state"] / 2  # 128 elements are not cut
+    assert plain["state"] / 4 < sharded["state"] < plain["state"] / 2  # the 128 elements are not sharded

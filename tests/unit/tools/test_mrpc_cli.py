@@ -1,4 +1,4 @@
-"""``paceline train mrpc``: what it says without a network, without data, and without a hub that answers."""
+"""``paceline train mrpc`` without a network, without data, and with an unresponsive hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processes import paceline
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with the files of a model; what is in them does not matter before ranks start."""
+    """A folder with the files of a model, whose contents do not matter before ranks start."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -36,16 +36,16 @@ def refused_command(folder: Path, *options: str, **environment: str) -> str:
 
 
 def silent_port() -> tuple[socket.socket, str]:
-    """A server that takes connections and never answers."""
+    """Return a server that accepts connections and never answers."""
     server = socket.create_server(("127.0.0.1", 0))
     return server, f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.mark.slow
-def test_without_network_one_line_says_which_flags_make_it_run(tmp_path: Path, model: Path) -> None:
+def test_missing_network_error_names_the_flags_that_help(tmp_path: Path, model: Path) -> None:
     home = str(tmp_path / "home")
-    nobody = {"HF_HOME": home, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    said = refused_command(tmp_path, **nobody)
+    offline = {"HF_HOME": home, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    said = refused_command(tmp_path, **offline)
     assert f"the model {DEFAULT_MODEL} is not on this machine" in said
     assert "--model FOLDER" in said
     assert "--random-init FOLDER" in said
@@ -56,7 +56,7 @@ def test_without_network_one_line_says_which_flags_make_it_run(tmp_path: Path, m
     assert not (tmp_path / "home").exists()
 
 
-def test_a_hub_that_does_not_answer_is_waited_for_seconds_not_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_hub_times_out_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.tools import hub
 
     server, url = silent_port()

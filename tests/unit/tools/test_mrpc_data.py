@@ -35,14 +35,14 @@ def ids(pairs: list[Pair]) -> list[int]:
     return [int(pair.ids[0]) for pair in pairs]
 
 
-def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_the_text(tmp_path: Path) -> None:
+def test_byte_order_mark_and_carriage_returns_are_dropped(tmp_path: Path) -> None:
     write(tmp_path / "train.tsv", row(1), row(2, 0), header="\ufeff" + HEADER, end="\r\n")
     pairs = [Pair((str(at), f"100{at}"), f"One {at} .", f"Another {at} .", 2 - at) for at in (1, 2)]
     assert read_pairs(tmp_path / "train.tsv") == pairs
 
 
 def test_quotation_marks_and_unusual_line_separators_are_text(tmp_path: Path) -> None:
-    # A reader for CSV took everything from one quotation mark to the next as one cell, and lost rows.
+    # A CSV reader merged everything between two quotation marks into one cell, and lost rows.
     write(tmp_path / "a.tsv", '1\t1\t2\t" He said\x0b no\tShe "" said\u2028 yes \x85 .', row(3))
     first, second = read_pairs(tmp_path / "a.tsv")
     assert (first.first, first.second) == ('" He said\x0b no', 'She "" said\u2028 yes \x85 .')
@@ -60,7 +60,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("line", BROKEN.values(), ids=BROKEN)
-def test_a_broken_row_names_file_and_line(tmp_path: Path, line: bytes) -> None:
+def test_malformed_row_is_reported_with_file_and_line(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "train.tsv"
     file.write_bytes(b"\n".join([HEADER.encode(), row(1).encode(), line, row(2).encode(), b""]))
     with pytest.raises(UsageError) as refused:
@@ -69,8 +69,8 @@ def test_a_broken_row_names_file_and_line(tmp_path: Path, line: bytes) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_without_header_is_refused(tmp_path: Path) -> None:
-    # GLUE's test.tsv, which has no labels, is such a file, too.
+def test_file_without_a_header_is_refused(tmp_path: Path) -> None:
+    # One such file is GLUE's test.tsv, which also lacks labels.
     write(tmp_path / "train.tsv", row(2), header=row(1))
     with pytest.raises(UsageError, match="line 1: not Quality, #1 ID"):
         read_pairs(tmp_path / "train.tsv")
@@ -82,7 +82,7 @@ def fill(folder: Path, files: dict[str, list[int]]) -> None:
 
 
 @pytest.mark.parametrize(("numbers", "trained"), [([1, 2, 3], [1, 2, 3]), ([1, 4, 3], [1, 3])])
-def test_no_pair_is_both_trained_on_and_held_out(tmp_path: Path, numbers: list[int], trained: list[int]) -> None:
+def test_training_and_held_out_pairs_are_disjoint(tmp_path: Path, numbers: list[int], trained: list[int]) -> None:
     fill(tmp_path, {"train.tsv": numbers, "dev.tsv": [4]})
     splits = read_folder(tmp_path)
     assert (ids(splits.train), ids(splits.dev)) == (trained, [4])
@@ -98,7 +98,7 @@ LACKING = [
 
 
 @pytest.mark.parametrize(("files", "message"), LACKING)
-def test_a_folder_that_lacks_a_part_is_refused(tmp_path: Path, files: dict[str, list[int]], message: str) -> None:
+def test_folder_with_a_missing_part_is_refused(tmp_path: Path, files: dict[str, list[int]], message: str) -> None:
     fill(tmp_path, files)
     with pytest.raises(UsageError) as refused:
         read_folder(tmp_path)
@@ -106,7 +106,7 @@ def test_a_folder_that_lacks_a_part_is_refused(tmp_path: Path, files: dict[str, 
     assert message in str(refused.value)
 
 
-def test_the_real_files_are_the_corpus_of_glue() -> None:
+def test_real_files_are_the_glue_corpus() -> None:
     train, dev = read_folder(real_data("mrpc"))
     assert (len(train), sum(pair.label for pair in train)) == (3668, 2474)
     assert (len(dev), sum(pair.label for pair in dev)) == (408, 279)
@@ -118,14 +118,14 @@ def test_the_real_files_are_the_corpus_of_glue() -> None:
     }
 
 
-def test_a_changed_token_or_label_is_another_data_set() -> None:
+def test_changed_token_or_label_changes_the_fingerprint() -> None:
     rows = [{"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0}]
     others = [
         [{"input_ids": [5], "label": 1}, {"input_ids": [6, 7], "label": 0}],
         [{"input_ids": [5, 6], "label": 0}, {"input_ids": [7], "label": 0}],
         rows[::-1],
     ]
-    assert len({TokenizedPairs(each).fingerprint for each in [rows, *others]}) == 4
+    assert len({TokenizedPairs(variant).fingerprint for variant in [rows, *others]}) == 4
 
 
 def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
@@ -139,15 +139,15 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
         truth, said = torch.tensor(labels), torch.tensor(answers)
         f1 = f1_score(*(float(part.double().mean()) for part in (truth & said, said, truth)))
         assert f1 == pytest.approx(2 / (1 / precision + 1 / recall), rel=1e-12)
-    assert f1_score(0, 0, 0) == 0, "no pair is called a paraphrase"
+    assert f1_score(0, 0, 0) == 0, "all pairs rejected"
     pairs = [Pair(("", ""), "a", "b", label) for label in (0, 0, 1)]
     assert majority_baseline(pairs, pairs) == {"majority_accuracy": pytest.approx(2 / 3), "majority_f1": 0.0}
 
 
-def test_a_model_that_does_not_beat_the_more_frequent_class_is_remarked() -> None:
+def test_note_for_a_model_that_does_not_beat_the_majority_class() -> None:
     majority = {"majority_accuracy": 0.684, "majority_f1": 0.812}
     assert remark({"accuracy": 0.87, "f1": 0.91, **majority}) == ""
     said = remark({"accuracy": 0.654, "f1": 0.751, **majority})
     assert "accuracy 0.654 against 0.684, f1 0.751 against 0.812" in said
     said = remark({"accuracy": 0.70, "f1": 0.81, **majority})
-    assert "good: f1 0.810 against 0.812." in said, "the beaten accuracy is not named"
+    assert "good: f1 0.810 against 0.812." in said, "the accuracy beats its baseline"

@@ -1,6 +1,6 @@
-"""The recipe mrpc trains as one process does, from weights and from random ones.
+"""The mrpc recipe equals single-process training, from pretrained and from random weights.
 
-transformers is imported by the ranks alone, once each: that takes seconds.
+Only ranks import transformers, once each, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def pools() -> Iterator[Pools]:
 
 
 def write_pairs(file: Path, count: int, seed: int) -> None:
-    """Write pairs of which those that share their words are paraphrases."""
+    """Write pairs, labeling pairs with shared words as paraphrases."""
     generator = torch.Generator().manual_seed(seed)
 
     def words() -> list[str]:
@@ -69,7 +69,7 @@ def write_pairs(file: Path, count: int, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of MRPC's files with few and short pairs."""
+    """A folder with MRPC files of a few short pairs."""
     folder = tmp_path_factory.mktemp("data")
     write_pairs(folder / "train.tsv", 45, 1)
     write_pairs(folder / "dev.tsv", 21, 2)
@@ -78,7 +78,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def architecture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the configuration of a small decoder, and a tokenizer with more words than that has."""
+    """A folder with a small decoder's configuration and a tokenizer with a larger vocabulary."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -100,7 +100,7 @@ def config(data: Path, architecture: Path) -> MrpcConfig:
 
 
 def train(world: World, config: MrpcConfig) -> tuple[dict[str, Any], str]:
-    """Train on this rank; returns the report and the digest of the weights."""
+    """Train on this rank; return the report and the digest of the weights."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     models: list[torch.nn.Module] = []
     made = mrpc.optimizer_of
@@ -110,7 +110,7 @@ def train(world: World, config: MrpcConfig) -> tuple[dict[str, Any], str]:
         return made(model, config)
 
     with patch.object(mrpc, "optimizer_of", seen), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries while they are imported
+        warnings.simplefilter("ignore")  # from library imports
         report, _ = train_mrpc(config, world)
     return report, weights_sha256(models[0])
 
@@ -144,16 +144,16 @@ def test_two_ranks_equal_one_and_learn(pools: Pools, config: MrpcConfig, tmp_pat
 
 def test_virtual_ranks_give_the_same_weights_and_metrics_on_1_and_2_ranks(pools: Pools, config: MrpcConfig) -> None:
     chosen = replace(config, batch_size=9, max_steps=6, epochs=None, virtual_ranks=8, precision="bf16")
-    found = [outcome for size in (1, 2) for outcome in pools.run(size, train, chosen)]
-    assert len({digest for _, digest in found}) == 1
-    assert len({tuple(report[name] for name in ("loss", "accuracy", "f1", "steps")) for report, _ in found}) == 1
+    outcomes = [outcome for size in (1, 2) for outcome in pools.run(size, train, chosen)]
+    assert len({digest for _, digest in outcomes}) == 1
+    assert len({tuple(report[name] for name in ("loss", "accuracy", "f1", "steps")) for report, _ in outcomes}) == 1
 
 
-# -- a model with weights ----------------------------------------------------------------------------------------------
+# -- pretrained weights ------------------------------------------------------------------------------------------------
 
 
 def train_and_save(world: World, data: str, folder: str) -> dict[str, float]:
-    """Train a small BERT with a plain loop and save it; returns its metrics on the held-out pairs, one at a time."""
+    """Train a small BERT with a plain loop and save it; return its metrics on the held-out pairs, with batch size 1."""
     from tokenizers import BertWordPieceTokenizer, Tokenizer
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, PreTrainedTokenizerFast
 
@@ -190,24 +190,24 @@ def train_and_save(world: World, data: str, folder: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def saved(pools: Pools, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
-    """A trained model's folder, and its metrics."""
+    """The folder of a trained model, and its metrics."""
     folder = tmp_path_factory.mktemp("saved")
     [metrics] = pools.run(1, train_and_save, str(data), str(folder))
     return folder, metrics
 
 
-def test_a_saved_model_is_loaded_with_its_weights_and_its_tokenizer(
+def test_saved_model_is_loaded_with_weights_and_tokenizer(
     pools: Pools, config: MrpcConfig, saved: tuple[Path, dict[str, float]]
 ) -> None:
     folder, metrics = saved
-    chosen = replace(config, random_init=None, model=str(folder), epochs=1, lr=1e-12)  # as good as no step
+    chosen = replace(config, random_init=None, model=str(folder), epochs=1, lr=1e-12)  # effectively no step
     report, _ = pools.run(2, train, chosen)[0]
     assert report["loss"] == pytest.approx(metrics["loss"], abs=1e-5)
     assert report["accuracy"] == pytest.approx(metrics["accuracy"], abs=1e-12)
 
 
 def damaged(folder: Path, into: Path, damage: str) -> None:
-    """Copy a saved model with one thing wrong."""
+    """Copy a saved model with one defect."""
     into.mkdir()
     for file in folder.iterdir():
         (into / file.name).write_bytes(file.read_bytes())
@@ -218,7 +218,7 @@ def damaged(folder: Path, into: Path, damage: str) -> None:
         case "half the weights":
             weights = (into / "model.safetensors").read_bytes()
             (into / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-        case "a tokenizer of nothing":
+        case "empty tokenizer":
             (into / "tokenizer.json").unlink()
             (into / "tokenizer_config.json").unlink()
             (into / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
@@ -227,12 +227,12 @@ def damaged(folder: Path, into: Path, damage: str) -> None:
 DAMAGE = {
     "weights of another model": "of the model's tensors, such as 'bert.encoder.layer.1",
     "half the weights": "no classifier can be made from",
-    "a tokenizer of nothing": "of the text; give all of its files",
+    "empty tokenizer": "of the text; give all of its files",
 }
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.items(), ids=DAMAGE)
-def test_a_model_that_does_not_fit_is_refused_in_one_line(
+def test_incompatible_model_is_refused_in_one_line(
     pools: Pools,
     config: MrpcConfig,
     saved: tuple[Path, dict[str, float]],
@@ -240,14 +240,14 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(
     damage: str,
     message: str,
 ) -> None:
-    # transformers itself leaves what is missing random, and says so among other warnings.
+    # transformers initializes missing weights randomly, and says so only among other warnings.
     damaged(saved[0], tmp_path / "model", damage)
     [said] = pools.run(1, refused, replace(config, random_init=None, model=str(tmp_path / "model")))
     assert message in said
     assert "\n" not in said
 
 
-def test_pairs_longer_than_the_models_positions_are_refused(
+def test_pairs_longer_than_the_model_supports_are_refused(
     pools: Pools, config: MrpcConfig, architecture: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 8}))
@@ -260,11 +260,11 @@ def test_pairs_longer_than_the_models_positions_are_refused(
 
 
 def load_transformers() -> None:
-    """Import in the launcher, once, what its ranks need."""
+    """Import transformers once in the launcher, for its ranks."""
     from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding  # noqa: F401
 
 
-def test_the_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> None:
+def test_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> None:
     assert config.random_init is not None
     options = ["--data", config.data, "--random-init", config.random_init, "--batch-size", "8", "--epochs", "1"]
     options += ["--json", "out.json", "--metrics", "m.jsonl", "--precision", "bf16", "--lr", "1e-3"]

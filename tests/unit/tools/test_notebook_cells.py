@@ -1,4 +1,4 @@
-"""The text of cells: what goes to the ranks, and what the magics' arguments mean."""
+"""The text of cells: which code goes to the ranks, and how magics parse their arguments."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def line_magic(name: str, argument: str = "") -> str:
         ("%%rank[0,1]\nx = '%%rank['", "%%rank [0,1]\nx = '%%rank['"),
     ],
 )
-def test_a_cell_goes_to_the_ranks_except_what_is_the_kernels(cell: str, expected: str) -> None:
+def test_cells_run_on_the_ranks_except_kernel_commands(cell: str, expected: str) -> None:
     lines = cell.splitlines(keepends=True)
     result = "".join(routed(lines, has_ranks=True))
     assert result == expected or (not expected and not result.strip().replace("# only a remark", ""))
 
 
 @pytest.mark.parametrize("cell", ["%matplotlib inline", "%cd ..\n!ls\n", "# a remark\n%env A=1"])
-def test_commands_are_the_kernels_as_long_as_there_are_no_ranks(cell: str) -> None:
-    # A notebook often begins with them, and they mean the kernel.
+def test_commands_run_in_the_kernel_until_ranks_start(cell: str) -> None:
+    # Notebooks often begin with such commands, which are meant for the kernel.
     lines = cell.splitlines(keepends=True)
     assert routed(lines, has_ranks=False) == lines
     assert "run_cell_magic" in "".join(routed(lines, has_ranks=True))
@@ -71,7 +71,7 @@ def test_commands_are_the_kernels_as_long_as_there_are_no_ranks(cell: str) -> No
         ("%dist_reset", "dist_reset", "use %dist_shutdown and %dist_init"),
     ],
 )
-def test_a_magic_of_nbdistributed_is_refused_with_the_one_to_use(
+def test_nbdistributed_magics_are_refused_with_their_replacement(
     line: str, name: str, remedy: str, has_ranks: bool
 ) -> None:
     assert "".join(routed([line], has_ranks)) == line_magic("dist_instead", name)
@@ -80,7 +80,7 @@ def test_a_magic_of_nbdistributed_is_refused_with_the_one_to_use(
         magics.dist_instead(name)
 
 
-def test_every_line_magic_of_the_extension_runs_in_the_kernel() -> None:
+def test_line_magics_of_the_extension_run_in_the_kernel() -> None:
     kind: Any = RankMagics
     for name in kind.magics["line"].keys() - {"dist_instead"}:
         assert routed([f"%{name}"], has_ranks=True) == [line_magic(name)]
@@ -90,18 +90,18 @@ def test_every_line_magic_of_the_extension_runs_in_the_kernel() -> None:
     ("text", "expected"),
     [("all", [0, 1, 2]), ("[0]", [0]), ("[0,2]", [0, 2]), ("[2, 0]", [0, 2]), ("1", [1]), ("0 2", [0, 2])],
 )
-def test_ranks_are_named_in_a_list(text: str, expected: list[int]) -> None:
+def test_rank_lists_are_parsed(text: str, expected: list[int]) -> None:
     assert ranks_in(text, 3) == expected
 
 
 @pytest.mark.parametrize("text", ["[7]", "[0,3]", "", "[]", "[a]", "[-1]", "[0.5]", "zero"])
-def test_ranks_that_are_not_there_are_refused_in_one_line(text: str) -> None:
+def test_nonexistent_ranks_are_refused_in_one_line(text: str) -> None:
     with pytest.raises(UsageError, match=r"^%%rank .*(does not exist|names no ranks)") as caught:
         ranks_in(text, 3)
     assert "\n" not in str(caught.value)
 
 
-def test_pull_names_variables_and_a_rank() -> None:
+def test_pull_parses_variables_and_a_rank() -> None:
     assert pulled("loss from 1", 2) == (["loss"], 1)
     assert pulled("loss, step from [0]", 2) == (["loss", "step"], 0)
     assert pulled("loss", 2) == (["loss"], None)
@@ -110,7 +110,7 @@ def test_pull_names_variables_and_a_rank() -> None:
             pulled(wrong, 2)
 
 
-def test_a_start_has_options_with_values() -> None:
+def test_start_options_take_values() -> None:
     assert parsed_start("--nproc 2") == parsed_start("-n 2") == parsed_start("--nproc=2") == Start(2)
     assert parsed_start("--num-processes 2 -t 60") == Start(2, timeout="60")
     everything = "--nproc 2 --backend gloo --timeout 60"
@@ -128,14 +128,14 @@ def test_a_start_has_options_with_values() -> None:
         ("--nproc '2", "No closing quotation"),
     ],
 )
-def test_a_start_that_means_nothing_is_refused_in_one_line(text: str, message: str) -> None:
+def test_invalid_start_arguments_are_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parsed_start(text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_rank_that_prints_without_end_does_not_keep_the_kernel() -> None:
+def test_kernel_does_not_wait_for_endless_output() -> None:
     process: Any = Process(None, os.open("/dev/zero", os.O_RDONLY), Pipe()[0])  # type: ignore[arg-type]
     assert len(process.read()) >= 65536
     process.close()
@@ -143,7 +143,7 @@ def test_a_rank_that_prints_without_end_does_not_keep_the_kernel() -> None:
 
 @pytest.fixture
 def unforked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
-    """The processes of a notebook with one rank, which no server forks."""
+    """The processes of a single-rank notebook that uses no fork server."""
     monkeypatch.setenv(fork_client.SETTING, "0")
     processes = Processes(Start(1))
     yield processes
@@ -151,7 +151,7 @@ def unforked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_no_server_forks_runs_cells_and_its_death_is_noticed(unforked: Processes) -> None:
+def test_rank_without_a_fork_server_runs_cells_and_its_death_is_noticed(unforked: Processes) -> None:
     unforked.spawn([0])
     assert isinstance(unforked.ranks[0].process, subprocess.Popen)
     look = Conversation(unforked, [0]).hold("run", "import os\nassert os.readlink('/dev/fd/0') == '/dev/null'", 1)
@@ -160,7 +160,7 @@ def test_a_rank_that_no_server_forks_runs_cells_and_its_death_is_noticed(unforke
     assert death.deaths[0].startswith("signal SIGKILL")
 
 
-def test_a_rank_that_ends_during_its_start_is_an_error_with_its_output(unforked: Processes, tmp_path: Path) -> None:
+def test_rank_that_exits_during_startup_is_an_error_with_its_output(unforked: Processes, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('no torch here')")
     unforked._environments[0]["PYTHONPATH"] = str(tmp_path)
     with pytest.raises(PacelineError, match=r"rank 0 exited while starting \(exit code 1\): no torch here"):

@@ -1,4 +1,4 @@
-"""The connection of a rank to the kernel, around interrupts."""
+"""Interrupts on the connection between a rank and the kernel."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from twins import Pools
 
 
 def interrupted_in_a_message(world: World) -> list[tuple[str, int]]:
-    """Send this rank, which is a process of its own, SIGINT while it sends; what has come of its message."""
+    """Interrupt this rank, which is a separate process, while it sends a message; return the received messages."""
     kernel, rank = Pipe()
     channel = Channel(rank)
     serving = Rank(channel, None, is_busy=True)  # type: ignore[arg-type]
     received = []
-    size = 4_000_000  # more than the pipe holds, so that sending waits
+    size = 4_000_000  # exceeds the capacity of the pipe, so that sending blocks
 
     def read() -> None:
         while not channel.in_message:
@@ -27,7 +27,7 @@ def interrupted_in_a_message(world: World) -> list[tuple[str, int]]:
         signal.raise_signal(signal.SIGINT)
         received.append(kernel.recv())
 
-    before = signal.signal(signal.SIGINT, serving.interrupt)  # of a rank that runs other tests, too
+    previous = signal.signal(signal.SIGINT, serving.interrupt)  # restored because the rank also runs other tests
     try:
         reader = threading.Thread(target=read)
         reader.start()
@@ -35,9 +35,9 @@ def interrupted_in_a_message(world: World) -> list[tuple[str, int]]:
             channel.send("display", b"x" * size)
         reader.join(60)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
     return [(kind, len(content)) for kind, content in received]
 
 
-def test_an_interrupt_divides_no_message(pools: Pools) -> None:
+def test_interrupt_does_not_split_a_message(pools: Pools) -> None:
     assert pools.run(1, interrupted_in_a_message) == [[("display", 4_000_000)]]

@@ -1,4 +1,4 @@
-"""Lines of several ranks: equal ones once, the others in their order."""
+"""Folding of output: equal lines of several ranks appear once, and the others in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.tools.notebook.output import PATIENCE_S, Folding
 
 
 def folded(*printed: str, ended: bool = True) -> str:
-    """What is shown of ranks that have printed these words at once."""
+    """Return the output for ranks that print these words simultaneously."""
     folding = Folding(list(range(len(printed))))
     for rank, words in enumerate(printed):
         for word in words.split():
@@ -41,13 +41,13 @@ def test_equal_lines_are_shown_once(printed: tuple[str, ...], expected: str) -> 
     assert folded(*printed) == expected
 
 
-def test_a_line_waits_for_the_other_ranks_but_not_for_long() -> None:
+def test_line_waits_briefly_for_the_other_ranks() -> None:
     folding = Folding([0, 1])
     folding.add(0, "a", 10.0)
     assert list(folding.ready(10.1)) == []
     assert list(folding.ready(10.0 + PATIENCE_S)) == [("a", [0])]
     folding.add(0, "b", 20.0)
-    folding.end(1)  # nothing can come any more
+    folding.end(1)  # no more output can follow
     assert list(folding.ready(20.0)) == [("b", [0])]
 
 
@@ -69,7 +69,7 @@ BACKWARD = """Current thread 0x2 (most recent call first):
   File "/v/lib/python3.11/site-packages/torch/_tensor.py", line 623 in backward
   File "<ipython-input-7-def>", line 3 in <module>
 """
-FINISHES = BACKWARD.replace(  # in the wrapper, which no collective of Python is around
+FINISHES = BACKWARD.replace(  # inside the wrapper, outside any Python collective
     "first):\n", f'first):\n  File "{OURS}/ddp/finisher.py", line 154 in wait\n'
 )
 SLEEP = """Current thread 0x2 (most recent call first):
@@ -78,10 +78,10 @@ SLEEP = """Current thread 0x2 (most recent call first):
 """
 
 
-def test_a_stack_tells_in_which_call_of_which_cell_a_rank_waits() -> None:
+def test_stack_shows_the_call_and_cell_in_which_a_rank_waits() -> None:
     assert wait_in(ALL_REDUCE) == Wait("all_reduce", "In[4], line 6")
     assert str(wait_in(ALL_REDUCE)) == "all_reduce() (In[4], line 6)"
-    assert wait_in(BACKWARD) == Wait("backward", "In[7], line 3", is_sure=False)  # or it computes
+    assert wait_in(BACKWARD) == Wait("backward", "In[7], line 3", is_sure=False)  # it could also be computing
     assert wait_in(FINISHES) == Wait("backward", "In[7], line 3", is_sure=False)
     assert wait_in(SLEEP) is None
     assert wait_in("") is None

@@ -1,4 +1,4 @@
-"""The notebooks run from the first cell to the last, show their pictures, and fail only where they mean to."""
+"""The notebooks run completely, show their pictures, and fail only in cells tagged for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parents[3] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 MEANT = "raises-exception"
-"""The tag of a cell that is meant to fail."""
+"""The tag of a cell that is expected to fail."""
 SHORTER = {"steps=80": "steps=20", "device, steps=60": "device, steps=20", "number in range(3)": "number in range(1)"}
-"""Fewer steps and repetitions than a reader takes."""
+"""Fewer steps and repetitions than a reader would use."""
 
 
 def cells(path: Path) -> list[Any]:
@@ -33,37 +33,39 @@ def tags(cell: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def one_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel for all notebooks, one after the other; it has loaded torch once."""
+def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel shared by all notebooks, so that torch is loaded once."""
     with kernel(tmp_path_factory.mktemp("notebooks")) as running:
         running.run("from paceline.tools.notebook import execution\nexecution.STUCK_S = 1.0")
         yield running
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
-def test_a_notebook_runs_and_shows_its_pictures(path: Path, one_kernel: Kernel, tmp_path: Path) -> None:
+def test_notebook_runs_and_shows_its_pictures(path: Path, shared_kernel: Kernel, tmp_path: Path) -> None:
     shutil.copy(path, tmp_path)
-    one_kernel.run("%dist_shutdown")  # the ranks of one that failed
-    assert not one_kernel.run(f"%reset -f\n%cd {tmp_path}").error
+    shared_kernel.run("%dist_shutdown")  # ranks of a notebook that failed
+    assert not shared_kernel.run(f"%reset -f\n%cd {tmp_path}").error
     pictures = 0
     for cell in cells(path):
         source = cell.source
         for long, short in SHORTER.items():
             source = source.replace(long, short)
-        done = one_kernel.run(source)
+        done = shared_kernel.run(source)
         assert bool(done.error) == (MEANT in tags(cell)), f"{source}\n{done.error or done.text}"
-        assert ": False" not in done.text, source  # what a cell compares holds
+        assert ": False" not in done.text, source  # comparisons in cells hold
         kept = [output for output in cell.outputs if output.output_type == "error"]
         if done.error and kept:
             assert done.error_name == kept[0].ename
         pictures += done.pictures
     assert pictures == sum("plt.show()" in cell.source for cell in cells(path)) > 0
-    assert [file.name for file in tmp_path.iterdir() if file.name != "__pycache__"] == [path.name]  # it tidies up
+    assert [file.name for file in tmp_path.iterdir() if file.name != "__pycache__"] == [
+        path.name
+    ]  # the notebook cleans up
 
 
 @pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
-def test_a_notebook_is_kept_with_its_output(path: Path) -> None:
-    # Readers of the repository see the pictures without running anything.
+def test_notebook_is_stored_with_its_output(path: Path) -> None:
+    # Readers of the repository see the pictures without running the notebook.
     for cell in cells(path):
         assert ("image/png" in str(cell.outputs)) == ("plt.show()" in cell.source), cell.source
         assert any(output.output_type == "error" for output in cell.outputs) == (MEANT in tags(cell)), cell.source

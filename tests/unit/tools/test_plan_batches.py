@@ -1,4 +1,4 @@
-"""What a plan says about failing hosts and about the global batch."""
+"""Plans for failing hosts and for the global batch size."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def outlook(critical_batch: float | None = 512.0) -> Outlook:
     return look_ahead(job, [1, 8, 64, 512], None, None, None, partial(goodput, save_s=30.0))
 
 
-def test_a_plan_has_the_goodput_of_its_hosts() -> None:
+def test_plan_includes_the_goodput_of_its_hosts() -> None:
     predictions = document(outlook())["predictions"]
     assert [entry["goodput"]["hosts"] for entry in predictions] == [1, 1, 8, 64]
     assert predictions[-1]["goodput"]["useful"] == goodput(64, 30.0).useful
     assert "On 64 hosts, a failure stops the job every 4 days 2 h" in "\n".join(notes(outlook()))
 
 
-def test_time_against_cost_has_its_knee_at_the_critical_batch_size() -> None:
+def test_time_cost_curve_has_its_knee_at_the_critical_batch_size() -> None:
     plan = outlook()
     trainings = document(plan)["trainings"]
     assert [row["batch"] for row in trainings] == [8, 64, 512, 4096]
@@ -40,7 +40,7 @@ def test_time_against_cost_has_its_knee_at_the_critical_batch_size() -> None:
     assert len(plot_outlook(plan).axes) == 3
 
 
-def test_without_a_noise_scale_a_plan_says_nothing_about_batches() -> None:
+def test_plan_without_a_noise_scale_omits_batches() -> None:
     plan = outlook(None)
     assert (document(plan)["critical_batch"], document(plan)["trainings"]) == (None, [])
     assert "knee" not in "\n".join(notes(plan))
@@ -48,6 +48,6 @@ def test_without_a_noise_scale_a_plan_says_nothing_about_batches() -> None:
 
 
 @pytest.mark.parametrize("option", ["--failure-rate", "--save-seconds", "--restart-seconds"])
-def test_failures_that_cannot_be_are_refused(option: str, refusal: Any) -> None:
+def test_impossible_failure_rates_are_refused(option: str, refusal: Any) -> None:
     job = ["--params", "360M", "--flops", "4.4T", "--device", "h100", "--batch", "8"]
     assert f"{option}=-1 is not a positive number" in refusal("plan", *job, f"{option}=-1")

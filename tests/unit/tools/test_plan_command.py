@@ -1,4 +1,4 @@
-"""``paceline plan`` on the command line: exit codes, JSON, charts, and mistakes in one line."""
+"""``paceline plan`` on the command line: exit codes, JSON, charts, and one-line errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Planned = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def planned(run: Any, capfd: pytest.CaptureFixture[str]) -> Planned:
-    """Runs the command with the arguments given, and returns its JSON."""
+    """Run the command with the given arguments and return its JSON."""
 
     def planned(*arguments: str) -> dict[str, Any]:
         assert run(*arguments, "--json") == 0
@@ -24,7 +24,7 @@ def planned(run: Any, capfd: pytest.CaptureFixture[str]) -> Planned:
     return planned
 
 
-def test_a_described_job_is_predicted_up_to_4096_devices(planned: Planned) -> None:
+def test_described_job_is_predicted_up_to_4096_devices(planned: Planned) -> None:
     predictions = planned(*DESCRIBED)["predictions"]
     assert [entry["devices"] for entry in predictions] == [2**power for power in range(13)]
     assert [entry["hosts"] for entry in predictions][:5] == [1, 1, 1, 1, 2]
@@ -45,7 +45,7 @@ def test_price_and_samples_give_time_and_cost_of_an_epoch(planned: Planned) -> N
     assert many["cost"] == pytest.approx(one["cost"] / many["efficiency"])
 
 
-def test_a_slower_network_and_smaller_hosts_cost_efficiency(planned: Planned) -> None:
+def test_slower_network_and_smaller_hosts_cost_efficiency(planned: Planned) -> None:
     def efficiency(*options: str) -> float:
         plan = planned(*DESCRIBED, "--devices", "64", *options)
         return float(plan["predictions"][-1]["efficiency"])
@@ -55,7 +55,7 @@ def test_a_slower_network_and_smaller_hosts_cost_efficiency(planned: Planned) ->
     assert efficiency("--links", "25gbit") > efficiency("--links", "25gbit", "--hosts-of", "1")
 
 
-def test_a_larger_model_with_the_same_bytes_per_flop_scales_better(planned: Planned) -> None:
+def test_larger_model_with_the_same_bytes_per_flop_scales_better(planned: Planned) -> None:
     def efficiency(scale: int) -> float:
         numbers = ("--params", f"{100 * scale}M", "--flops", f"{scale}T")
         plan = planned(*("plan", *numbers, "--device", "h100", "--batch", "8"), "--devices", "64")
@@ -64,7 +64,7 @@ def test_a_larger_model_with_the_same_bytes_per_flop_scales_better(planned: Plan
     assert efficiency(100) > efficiency(1)
 
 
-def test_the_number_of_devices_that_stops_paying_is_marked(
+def test_device_count_beyond_which_scaling_stops_paying_is_marked(
     planned: Planned, run: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     slow = ("--links", "nvlink4,1gbit")
@@ -95,16 +95,16 @@ def test_the_number_of_devices_that_stops_paying_is_marked(
         (("--device", "0tflops"), "unknown device '0tflops'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str, refusal: Any) -> None:
+def test_bad_arguments_are_one_line_with_exit_code_2(arguments: tuple[str, ...], message: str, refusal: Any) -> None:
     assert message in refusal(*(DESCRIBED if arguments else ("plan",)), *arguments)
 
 
-def test_small_rates_can_be_written_with_an_exponent(planned: Planned) -> None:
+def test_small_rates_accept_an_exponent(planned: Planned) -> None:
     options = ("--failure-rate", "1e-3", "--devices", "8")
     goodput = planned(*DESCRIBED, *options)["predictions"][-1]["goodput"]
     assert goodput["mtbf_s"] == pytest.approx(86_400_000)
 
 
-def test_a_folder_that_is_no_profile_is_one_line_and_exit_code_2(tmp_path: Path, refusal: Any) -> None:
+def test_invalid_profile_folder_is_one_line_with_exit_code_2(tmp_path: Path, refusal: Any) -> None:
     assert "give the folder of a profile" in refusal("plan", str(tmp_path))
     assert "--params cannot be combined with a profile" in refusal("plan", str(tmp_path), "--params", "1M")

@@ -1,4 +1,4 @@
-"""What the recipes refuse, in one line and before any rank starts."""
+"""Recipes refuse bad settings in one line before any rank starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW = "1\t1\t2\tA cat .\tThe cat ."
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with files that are accepted and files that are refused."""
+    """The working directory, with acceptable and unacceptable files."""
     files: dict[str, bytes] = {
         "text.txt": b"so we'll live, and pray, and sing, and tell old tales, and laugh\n" * 60,
         "empty.txt": b"",
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "weightless/config.json": b'{"model_type": "llama"}',
         "weightless/tokenizer.json": b"{}",
     }
-    # What is in the files of a model does not matter before ranks start.
+    # The contents of model files do not matter before ranks start.
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         files[f"model/{name}"] = b"{}"
     files["model/config.json"] = json.dumps({"model_type": "llama"}).encode()
@@ -63,7 +63,7 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
     (digits(lr=math.nan), "--lr must be a finite number greater than 0, not nan"),
     (digits(seed=2**64), "--seed must be at least 0 and below 2**63"),
     (digits(json="nowhere/report.json"), "nowhere does not exist"),
-    # Of those that the Trainer has, too, by the names of its settings:
+    # Options shared with the Trainer, by the names of its settings:
     (digits(decay="step"), "--decay must be none, linear, cosine or wsd, not 'step'"),
     (digits(warmup_steps=-1), "--warmup-steps must be at least 0, not -1"),
     (digits(resume=True), "--resume needs --checkpoint-dir"),
@@ -98,7 +98,7 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_a_wrong_option_is_refused_before_any_rank_starts(
+def test_wrong_option_is_refused_before_any_rank_starts(
     config: DigitsConfig | LmConfig | MrpcConfig, message: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
@@ -107,7 +107,7 @@ def test_a_wrong_option_is_refused_before_any_rank_starts(
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_right_is_taken() -> None:
+def test_valid_options_are_accepted() -> None:
     for config in (digits(), lm(), mrpc(), MrpcConfig(data="data", random_init="weightless")):
         config.check()
 
@@ -121,7 +121,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("package", NEEDS)
-def test_without_a_package_the_pip_command_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_pip_command(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     present = lambda name: None if name == package else find_spec(name)  # noqa: E731
     monkeypatch.setattr("paceline.tools.recipes.configs.find_spec", present)
     config, extra = NEEDS[package]
@@ -129,7 +129,7 @@ def test_without_a_package_the_pip_command_is_named(package: str, monkeypatch: p
         config.check()
 
 
-def test_virtual_ranks_that_the_ranks_cannot_share_are_refused() -> None:
+def test_virtual_ranks_must_divide_evenly_among_ranks() -> None:
     with pytest.raises(UsageError, match="--virtual-ranks must be a power of two"):
         digits(virtual_ranks=6).environment(2)
     with pytest.raises(UsageError, match="3 ranks do not divide virtual_ranks=8; start 1 or 2"):

@@ -1,4 +1,4 @@
-"""``paceline top``: the ranks of a running job, as their black boxes tell."""
+"""``paceline top``: the ranks of a running job as seen in their black boxes."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ IDLE = "import os, time; open('ready-' + os.environ['RANK'], 'w').close(); time.
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A place of its own for the jobs of a test, which is empty when they have ended."""
+    """A separate parent folder for the jobs of a test; empty once they have ended."""
     monkeypatch.setenv(PARENT, str(tmp_path))
     yield tmp_path
     assert not list(tmp_path.glob("paceline-job-*"))
 
 
 def top(folder: Path, *options: str) -> tuple[int, str, str]:
-    """Run the command in a folder of its own; exit code, stdout and stderr."""
+    """Run the command in `folder`; return exit code, stdout and stderr."""
     (folder / "top").mkdir(exist_ok=True)
     done = paceline(folder / "top", "top", *options)
     return done.returncode, done.stdout, done.stderr
@@ -66,7 +66,7 @@ def top(folder: Path, *options: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -> None:
+def test_running_job_is_shown_with_its_slow_and_its_dead_rank(tmp_path: Path) -> None:
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN), fork="all") as job:
         job.wait_for("ready-0", "ready-1")
         code, out, err = top(tmp_path, "--json")
@@ -86,14 +86,14 @@ def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -
         assert f"job {job.process.pid}: script.py, 2 ranks" in out
         assert "rank 1 is slow: the others wait" in out
 
-        paused = job.process.pid, ranks[0]["pid"]  # else the launcher ends the job, or rank 0 itself
+        paused = job.process.pid, ranks[0]["pid"]  # otherwise the launcher would end the job, or rank 0 itself
         for pid in paused:
             os.kill(pid, signal.SIGSTOP)
         os.kill(ranks[1]["pid"], signal.SIGKILL)
         until(lambda: json.loads(top(tmp_path, "--json")[1])["ranks"][1]["state"] != "running")
         rank = json.loads(top(tmp_path, "--json")[1])["ranks"][1]
         assert (rank["state"], rank["phase_seconds"]) == ("ended", None)
-        assert rank["step"] > 12, "what it did last is still there"
+        assert rank["step"] > 12, "the last activity is still shown"
         assert "rank 1 has ended" in top(tmp_path)[1]
         for pid in paused:
             os.kill(pid, signal.SIGCONT)
@@ -102,9 +102,9 @@ def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path) -> None:
-    nothing = "error: you have no running job on this host; start one with paceline run, train or profile"
-    assert top(tmp_path) == (2, "", f"{nothing}\n")
+def test_several_jobs_need_a_choice_and_no_job_is_reported(tmp_path: Path) -> None:
+    no_job = "error: you have no running job on this host; start one with paceline run, train or profile"
+    assert top(tmp_path) == (2, "", f"{no_job}\n")
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
@@ -134,7 +134,7 @@ def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path)
 # -- titles and choices ------------------------------------------------------------------------------------------------
 
 
-def test_the_job_of_the_current_folder_is_chosen_unless_it_has_two(
+def test_job_of_the_current_folder_is_the_default_unless_ambiguous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -148,8 +148,8 @@ def test_the_job_of_the_current_folder_is_chosen_unless_it_has_two(
         choose(jobs, 4)
 
 
-def test_a_job_is_titled_by_the_command_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe's title was 20 lines of JSON."""
+def test_job_title_is_the_typed_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The title of a recipe was 20 lines of JSON."""
     monkeypatch.setitem(sys.modules, "paceline_command", sys)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/paceline", "train", "mrpc", "--epochs", "2"])
     ranks = module_command("paceline.tools", "recipes.mrpc", '{\n "epochs": 2\n}')
@@ -160,11 +160,11 @@ def test_a_job_is_titled_by_the_command_that_was_typed(monkeypatch: pytest.Monke
     assert len(code) <= 200
 
 
-# -- who is waited for -------------------------------------------------------------------------------------------------
+# -- stragglers --------------------------------------------------------------------------------------------------------
 
 
-def stand(rank: int, waiting: float, **changes: Any) -> RankStatus:
-    """A rank with steps of 100 ms, of which it waits so many."""
+def status(rank: int, waiting: float, **changes: Any) -> RankStatus:
+    """Return a rank with 100 ms steps, waiting `waiting` ms of each."""
     usual = RankStatus(rank, RUNNING, 10 + rank, "host", 50, "forward", None, 0.01, 0.1, 0.1, waiting / 1e3, 0.001, 50)
     return replace(usual, **changes)
 
@@ -182,35 +182,33 @@ def stand(rank: int, waiting: float, **changes: Any) -> RankStatus:
         ([7], None),
     ],
 )
-def test_the_rank_that_waits_least_is_slow_if_the_others_wait_clearly_more(
-    waiting: list[float], slow: int | None
-) -> None:
-    found = find_straggler([stand(rank, one) for rank, one in enumerate(waiting)])
-    assert (None if found is None else found.rank) == slow
+def test_least_waiting_rank_is_slow_if_others_wait_clearly_longer(waiting: list[float], slow: int | None) -> None:
+    straggler = find_straggler([status(rank, milliseconds) for rank, milliseconds in enumerate(waiting)])
+    assert (None if straggler is None else straggler.rank) == slow
 
 
-def test_waits_that_change_from_step_to_step_need_a_larger_difference() -> None:
-    even, uneven = ([stand(0, 25), stand(1, 5)] for _ in range(2))
-    uneven = [replace(one, waiting_spread=0.03) for one in uneven]
+def test_fluctuating_waits_need_a_larger_difference() -> None:
+    even, uneven = ([status(0, 25), status(1, 5)] for _ in range(2))
+    uneven = [replace(rank, waiting_spread=0.03) for rank in uneven]
     assert find_straggler(even) is not None
     assert find_straggler(uneven) is None
 
 
 @pytest.mark.parametrize("changes", [{"timed": 3}, {"waiting_seconds": None}, {"state": STARTING}, {"state": ENDED}])
-def test_nobody_is_called_slow_before_all_ranks_have_stepped(changes: dict[str, Any]) -> None:
-    assert find_straggler([stand(0, 40), stand(1, 2, **changes)]) is None
+def test_no_straggler_before_all_ranks_have_stepped(changes: dict[str, Any]) -> None:
+    assert find_straggler([status(0, 40), status(1, 2, **changes)]) is None
 
 
-def test_a_rank_that_keeps_all_others_waiting_now_is_stuck() -> None:
-    waits = [stand(rank, 5, phase=phase, phase_seconds=8.0) for rank, phase in enumerate(("wait", "bucket wait"))]
-    stuck = stand(2, 5, phase="data wait", phase_seconds=8.1)
+def test_rank_that_currently_blocks_all_others_is_stuck() -> None:
+    waits = [status(rank, 5, phase=phase, phase_seconds=8.0) for rank, phase in enumerate(("wait", "bucket wait"))]
+    stuck = status(2, 5, phase="data wait", phase_seconds=8.1)
     assert str(find_straggler([*waits, stuck])) == "rank 2 has kept the others waiting for 8.0 s"
     assert find_straggler([*waits, replace(stuck, phase="wait")]) is None, "the network may be slow"
-    assert find_straggler([waits[0], stuck, replace(stuck, rank=1)]) is None, "two of them"
-    assert find_straggler([replace(one, step_seconds=4.0) for one in (*waits, stuck)]) is None, "steps are long"
+    assert find_straggler([waits[0], stuck, replace(stuck, rank=1)]) is None, "two stuck ranks"
+    assert find_straggler([replace(rank, step_seconds=4.0) for rank in (*waits, stuck)]) is None, "long steps"
     assert describe([*waits, replace(stuck, state=ENDED)]) == "rank 2 has ended"
 
 
-def test_times_read_well() -> None:
+def test_times_are_formatted() -> None:
     times = {5e-5: "50 µs", 0.0123: "12.3 ms", 0.5: "500 ms", 4.25: "4.2 s", 185: "3 min 5 s", 7800: "2 h 10 min"}
     assert {seconds: duration(seconds) for seconds in times} == times

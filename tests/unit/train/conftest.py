@@ -1,4 +1,4 @@
-"""Ranks of the Trainer's tests."""
+"""Fixtures of the Trainer tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from ranks import Pools
 
 @pytest.fixture(scope="package")
 def pools() -> Iterator[Pools]:
-    """Worlds of every size asked for, which stay up for the folder's tests."""
+    """Worlds of every requested size, shared by the tests of this folder."""
     with Pools() as pools:
         yield pools

@@ -1,4 +1,4 @@
-"""Callbacks: their moments, their view of the run, what they can ask for, and those that come with the package."""
+"""Callbacks: order of calls, view of the run, requests, and the callbacks included in the package."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def trainer(
 
 @dataclass
 class Diary:
-    """Notes every moment, and asks to stop in some."""
+    """Records every call and requests a stop at some of them."""
 
     stop_at: tuple[str, int] | None = None
-    """A moment and a step."""
+    """A callback method and a step."""
     notes: list[tuple[Any, ...]] = field(default_factory=list)
 
     def _note(self, moment: str, run: Any) -> None:
@@ -100,13 +100,13 @@ class Diary:
 def noted(
     world: World, config: dict[str, Any], stop_at: tuple[str, int] | None = None, stoppers: Sequence[int] = ()
 ) -> list[Any]:
-    """Train; ranks in `stoppers` ask to stop. Returns the steps, the notes, and a digest of the weights."""
+    """Train; the callbacks of ranks in `stoppers` request a stop. Return the steps, records, and weights digest."""
     notes = Diary(stop_at if world.rank in stoppers else None)
     run = trainer([notes], config)
     return [run.fit().steps, notes.notes, digest(run.model.state_dict())]
 
 
-def test_moments_come_in_order_with_what_is_known_then(pools: Pools, tmp_path: Path) -> None:
+def test_callbacks_run_in_order_with_the_current_state(pools: Pools, tmp_path: Path) -> None:
     config = {"max_steps": 4, "evaluate_every": 2, "checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
     config |= {"log_every": 3}
     both = ["eval/error", "lr", "train/loss"]
@@ -117,7 +117,7 @@ def test_moments_come_in_order_with_what_is_known_then(pools: Pools, tmp_path: P
             ("on_step", 2, 0, []),
             ("on_save", 2, 0, []),
             ("on_evaluation", 2, 0, ["eval/error"]),
-            ("on_step", 3, 0, ["eval/error"]),  # the line of step 3 follows
+            ("on_step", 3, 0, ["eval/error"]),  # before the metrics line of step 3
             ("on_step", 4, 0, both),
             ("on_save", 4, 0, both),
             ("on_evaluation", 4, 0, both),
@@ -126,7 +126,7 @@ def test_moments_come_in_order_with_what_is_known_then(pools: Pools, tmp_path: P
 
 
 STOPS = [
-    # where it is asked -> the last step
+    # place of the stop request -> the last step
     ("on_start", 0, 0),
     ("on_step", 4, 5),
     ("on_step", 10, 10),
@@ -136,7 +136,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("moment", "step", "last"), STOPS)
-def test_one_ranks_request_to_stop_ends_all_ranks_after_the_same_step(
+def test_stop_request_of_one_rank_ends_all_ranks_after_the_same_step(
     pools: Pools, tmp_path: Path, moment: str, step: int, last: int
 ) -> None:
     config: dict[str, Any] = {"max_steps": 10, "evaluate_every": 3}
@@ -151,22 +151,20 @@ def stopped_and_resumed(world: World, folder: str) -> list[Any]:
     config = {"max_steps": 10, "evaluate_every": 3, "checkpoint_dir": folder}
     first = trainer([Diary(("on_step", 4))], config)
     steps = [first.fit().steps]
-    before = digest(first.model.state_dict())
+    initial = digest(first.model.state_dict())
     for more in ({}, {"allow_changed_settings": True}):
         again = trainer([Diary()], {**config, "resume": True, **more})
         steps.append(again.fit().steps)
-        steps.append(digest(again.model.state_dict()) == before)  # type: ignore[arg-type]
+        steps.append(digest(again.model.state_dict()) == initial)  # type: ignore[arg-type]
     return steps
 
 
-def test_a_run_that_was_stopped_stays_so_when_it_is_resumed_unless_it_is_allowed_to_go_on(
-    pools: Pools, tmp_path: Path
-) -> None:
+def test_stopped_run_stays_stopped_on_resume_unless_allowed_to_continue(pools: Pools, tmp_path: Path) -> None:
     assert pools.run(2, stopped_and_resumed, str(tmp_path)) == [[5, 5, True, 10, False]] * 2
 
 
 def collectives(world: World, steps: int, with_callbacks: bool) -> int:
-    """Return how many collectives a training has, reports of ranks in its steps included."""
+    """Return the number of collectives in a training run, including rank reports within its steps."""
     count = 0
 
     def counted(function: Any) -> Any:
@@ -189,7 +187,7 @@ def collectives(world: World, steps: int, with_callbacks: bool) -> int:
 
 
 def test_callbacks_add_no_collective_to_a_step(pools: Pools) -> None:
-    # 6 steps are an epoch, at whose end there is a line, which is a collective. Parameters are compared after 7 steps.
+    # An epoch has 6 steps and ends with a metrics line, a collective. Parameters are compared after 7 steps.
     [short, *_], [long, *_] = (pools.run(2, collectives, steps, True) for steps in (8, 11))
     assert pools.run(2, collectives, 11, False) == [pools.run(2, collectives, 8, False)[0]] * 2
     assert short == long
@@ -199,7 +197,7 @@ def test_callbacks_add_no_collective_to_a_step(pools: Pools) -> None:
 
 
 class Fails:
-    """Raises at a moment, on the last rank."""
+    """Raises in one callback method on the last rank."""
 
     def __init__(self, error: Exception, is_here: bool) -> None:
         self.error, self.is_here = error, is_here
@@ -223,7 +221,7 @@ def failing(world: World, moment: str, error: Exception, folder: str) -> list[An
     ("moment", "error"),
     [("on_start", UsageError("x")), ("on_evaluation", KeyError("x")), ("on_save", UsageError("x"))],
 )
-def test_a_callback_that_raises_is_named_with_class_and_rank_on_every_rank(
+def test_failing_callback_is_named_with_class_and_rank_on_every_rank(
     pools: Pools, tmp_path: Path, moment: str, error: Exception
 ) -> None:
     is_usage = isinstance(error, UsageError)
@@ -275,14 +273,14 @@ def refused(world: World) -> list[str]:
     ]
 
 
-def test_what_cannot_work_is_one_line(pools: Pools) -> None:
+def test_invalid_callbacks_are_refused_in_one_line(pools: Pools) -> None:
     for messages in pools.run(2, refused):
         for mistake, said in zip(REFUSED, messages, strict=True):
             assert said.startswith(REFUSED[mistake][1]), mistake
             assert "\n" not in said
 
 
-# -- those that come with the package ----------------------------------------------------------------------------------
+# -- callbacks of the package ------------------------------------------------------------------------------------------
 
 
 def averaged(world: World, steps: int, decay: float) -> list[Any]:
@@ -302,7 +300,7 @@ def averaged(world: World, steps: int, decay: float) -> list[Any]:
             weights.append(digest(dict(module.named_parameters())))
 
         def on_evaluation(self, run: Any) -> None:
-            # Outside of the evaluation the model has its own weights again, the very same tensors.
+            # Outside the evaluation the model has its own weights again, in the same tensors.
             assert digest(dict(module.named_parameters())) == weights[-1]
             assert [parameter._version for parameter in module.parameters()] == self.versions
 
@@ -316,7 +314,7 @@ def averaged(world: World, steps: int, decay: float) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_moving_average_is_torchs_and_evaluations_use_it(pools: Pools, size: int) -> None:
+def test_moving_average_equals_torch_and_is_used_for_evaluation(pools: Pools, size: int) -> None:
     data = Points(RUN.samples, RUN.dtype)
     reference = AveragedModel(net(RUN), multi_avg_fn=get_ema_multi_avg_fn(0.8))
     batches = list(GlobalBatchSampler(RUN.samples, RUN.batch_size, seed=RUN.seed, rank=0, world_size=1))[:4]
@@ -366,7 +364,7 @@ def monitored(world: World, file: str) -> list[float]:
     return [run.result.samples, run.result.weight, run.result.samples_per_second]
 
 
-def test_what_a_callback_logs_is_in_the_next_line_of_metrics(pools: Pools, tmp_path: Path) -> None:
+def test_values_logged_by_a_callback_are_in_the_next_metrics_line(pools: Pools, tmp_path: Path) -> None:
     for samples, weight, speed in pools.run(2, monitored, str(tmp_path / "m")):
         assert (samples, weight) == (90, 90.0)
         assert speed > 0

@@ -1,4 +1,4 @@
-"""Digests of datasets: what they notice. A resume on changed data is refused."""
+"""Dataset digests notice changes, and resuming on changed data is refused."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ CHANGES: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("before", "now", "said"), CHANGES.values(), ids=CHANGES)
-def test_it_is_said_how_data_changed(before: Any, now: Any, said: str) -> None:
-    saved = DataIdentity(before).state_dict()
-    DataIdentity(before).check_state_dict(saved)
+@pytest.mark.parametrize(("previous", "now", "said"), CHANGES.values(), ids=CHANGES)
+def test_message_describes_how_data_changed(previous: Any, now: Any, said: str) -> None:
+    saved = DataIdentity(previous).state_dict()
+    DataIdentity(previous).check_state_dict(saved)
     with pytest.raises(CheckpointMismatch, match=re.escape(f"the checkpoint's in {said}; resume")):
         DataIdentity(now).check_state_dict(saved)
 
 
-def test_rows_of_a_large_column_are_looked_at_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_large_column_are_sampled_from_first_to_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "WHOLE_BYTES", 100)
     monkeypatch.setattr(validation, "MOST_ROWS", 4)  # rows 0, 33, 66 and 99
     saved = fingerprint(TensorDataset(X))
@@ -86,12 +86,12 @@ SMALL = torch.arange(12.0).view(4, 3)
 
 
 def of_data(dataset: Any) -> tuple[str, int]:
-    """What a checkpoint keeps of the data, and what ranks compare."""
+    """Return the data description in a checkpoint, and the one that ranks compare."""
     return json.dumps(fingerprint(dataset)), outline_digest(dataset)
 
 
-def test_another_data_set_is_known_by_class_and_length_and_no_sample_is_read() -> None:
-    # Samples were probed: with random numbers of the dataset's own, every resume was refused; and files were opened
+def test_other_datasets_are_recognized_by_class_and_length_without_reading_samples() -> None:
+    # Samples were read. For datasets with their own random numbers every resume was then refused, and files were opened
     # before the workers were forked.
     three = Files(NAMES[:3], [0] * 3)
     assert of_data(three) == of_data(Files(NAMES[:3], [0] * 3))
@@ -100,7 +100,7 @@ def test_another_data_set_is_known_by_class_and_length_and_no_sample_is_read() -
     assert of_data(object()) == of_data(object())
 
 
-def test_a_fingerprint_of_the_data_sets_own_decides() -> None:
+def test_fingerprint_of_the_dataset_takes_precedence() -> None:
     assert of_data(Versioned("a")) == of_data(Versioned("a"))
     assert of_data(Versioned("a")) != of_data(Versioned("b"))
 
@@ -110,7 +110,7 @@ def test_a_fingerprint_of_the_data_sets_own_decides() -> None:
     assert of_data(Tensors(SMALL)) == of_data(Tensors(SMALL + 1))
 
 
-def test_a_run_on_longer_data_is_refused(pools: Pools, tmp_path: Path) -> None:
+def test_run_on_longer_data_is_refused(pools: Pools, tmp_path: Path) -> None:
     quiet = Settings(1, checkpoint_dir=str(tmp_path), checkpoint_every=1)
     run = Run(quiet, samples=45, stop_after=3)
     pools.run(2, train, run)

@@ -1,4 +1,4 @@
-"""Trainings with callbacks under ``paceline run``: mistakes are one line, and errors name the callback."""
+"""Training with callbacks under ``paceline run``: mistakes are one line, and errors name the callback."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def run(folder: Path, how: str, *options: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_mistake_is_one_line_with_exit_code_2(tmp_path: Path) -> None:
     code, out, said = run(tmp_path, "mlflow")
     assert (code, out) == (2, ""), said
-    # What rank 0 alone can find out, the others say of it.
+    # The others repeat an error that only rank 0 can detect.
     line = "error: logging to MLflow needs the package 'mlflow', which is not installed; "
     assert said.splitlines()[-1].replace("error: rank 0: ", "error: ").startswith(line)
     assert "Traceback" not in said
 
 
-def test_a_callback_that_raises_is_named_with_its_class_and_rank_by_the_launcher(tmp_path: Path) -> None:
+def test_launcher_names_the_failing_callback_with_its_class_and_rank(tmp_path: Path) -> None:
     code, _, said = run(tmp_path, "raises", "--max-restarts", "0")
     assert code == 1
     assert "CallbackError: rank 1: Strikes.on_step() raised KeyError: 'labels'" in said.splitlines()[-1]

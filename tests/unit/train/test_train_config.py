@@ -1,4 +1,4 @@
-"""What a TrainConfig refuses, and which settings a checkpoint insists on."""
+"""Values that TrainConfig refuses, and settings that must match a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_steps": 9}, "epochs 1 and max_steps 9 both set the length; give one of them"),
     ({"accumulate": 0}, "accumulate must be at least 1, not 0"),
     ({"log_every": 0}, "log_every must be at least 1, not 0"),
-    # These were taken as they came: 1.5 epochs trained 2.
+    # These were accepted unchanged: 1.5 epochs trained 2.
     ({"epochs": 1.5}, "epochs must be a whole number, not 1.5"),
     ({"epochs": True}, "epochs must be a whole number, not True"),
     ({"epochs": None}, "the length of the training is missing; give epochs or max_steps"),
@@ -28,7 +28,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_a_value_out_of_range_is_refused_where_the_config_is_made(options: dict[str, Any], message: str) -> None:
+def test_out_of_range_value_is_refused_when_the_config_is_built(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TrainConfig(**{"epochs": 1, **options})
 
@@ -41,18 +41,20 @@ OTHER: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "message"), OTHER, ids=[name for name, *_ in OTHER])
-def test_a_checkpoint_of_other_settings_is_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:
+def test_checkpoint_with_different_settings_is_refused_by_name(
+    name: str, options: dict[str, Any], message: str
+) -> None:
     saved = Settings(TrainConfig(epochs=2), batch_size=8).state_dict()
     with pytest.raises(CheckpointMismatch, match=message):
         Settings(TrainConfig(epochs=2, **options), batch_size=8).check_state_dict(saved)
 
 
-def test_a_run_may_be_made_longer_and_log_as_it_likes() -> None:
+def test_run_may_be_extended_and_change_its_logging() -> None:
     saved = Settings(TrainConfig(epochs=2, log_every=1)).state_dict()
     Settings(TrainConfig(epochs=9, resume=True)).check_state_dict(saved)
 
 
-def test_the_batch_size_which_the_position_in_the_data_depends_on_never_changes() -> None:
+def test_batch_size_can_never_change() -> None:
     saved = Settings(TrainConfig(epochs=2), batch_size=1).state_dict()
     allowed = TrainConfig(epochs=2, resume=True, allow_changed_settings=True)
     with pytest.raises(CheckpointMismatch, match="batch_size=1, but this run has batch_size=2; resume with the same"):

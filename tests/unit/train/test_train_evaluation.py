@@ -1,4 +1,4 @@
-"""Evaluation counts every sample exactly once, on any number of ranks, and changes nothing."""
+"""Evaluation counts every sample exactly once on any number of ranks, and has no side effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.train import Evaluation, evaluate
 from trainings import digest, refusal
 from twins import Pools
 
-# Samples and batch sizes: even, uneven last batch, batches smaller than the number of ranks, one sample alone.
+# Samples and batch sizes: even, uneven last batch, batches smaller than the number of ranks, a single sample.
 CASES = [(24, 6), (25, 6), (5, 2), (1, 1)]
 
 
@@ -35,49 +35,49 @@ def data_of(samples: int) -> TensorDataset:
 
 def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
     x, numbers = batch
-    # Powers of two, so that the sum tells how often each sample was there.
+    # Powers of two make the sum reveal how often each sample was counted.
     return {"out": module(x).sum(), "which": (2.0 ** numbers.double()).sum()}, len(x)
 
 
 def evaluated(world: World, samples: int, batch_size: int) -> tuple[dict[str, float], dict[str, float]]:
-    """What evaluate() says, twice the same, and what one pass over the data on this rank alone says."""
+    """Return the results of evaluate(), called twice, and of one pass over the data on this rank alone."""
     model = model_of(world)
     data = data_of(samples)
     evaluation = Evaluation(DataLoader(data, batch_size), sums, ("out", "which"))
-    before = digest(rng_state())
-    found = evaluate(model, evaluation)
-    assert evaluate(model, evaluation) == found
-    assert digest(rng_state()) == before
+    state = digest(rng_state())
+    metrics = evaluate(model, evaluation)
+    assert evaluate(model, evaluation) == metrics
+    assert digest(rng_state()) == state
     assert model.training
     model.module.eval()
     with torch.no_grad():
         naive, _ = sums(model.module, data.tensors)
-    return found, {name: float(value) / samples for name, value in naive.items()}
+    return metrics, {name: float(value) / samples for name, value in naive.items()}
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_sample_counts_exactly_once(pools: Pools, size: int) -> None:
     for samples, batch_size in CASES:
         results = pools.run(size, evaluated, samples, batch_size)
-        for found, naive in results:
-            assert found["which"] == (2**samples - 1) / samples == naive["which"], (samples, batch_size)
-            assert found["out"] == pytest.approx(naive["out"], rel=1e-12), (samples, batch_size)
-        assert all(found == results[0][0] for found, _ in results), "ranks differ"
+        for metrics, naive in results:
+            assert metrics["which"] == (2**samples - 1) / samples == naive["which"], (samples, batch_size)
+            assert metrics["out"] == pytest.approx(naive["out"], rel=1e-12), (samples, batch_size)
+        assert all(metrics == results[0][0] for metrics, _ in results), "ranks differ"
 
 
 def modes(world: World) -> tuple[list[bool], list[bool]]:
     model = model_of(world)
     model.train()
     model.module[1].eval()  # frozen statistics
-    before = [part.training for part in model.modules()]
+    initial = [part.training for part in model.modules()]
     evaluate(model, Evaluation(DataLoader(data_of(4), 2), sums, ("out", "which")))
-    return before, [part.training for part in model.modules()]
+    return initial, [part.training for part in model.modules()]
 
 
-def test_a_part_that_was_in_eval_mode_stays_there(pools: Pools) -> None:
-    # Every part was put into training mode after an evaluation, so frozen statistics were updated from then on.
-    [(before, after)] = pools.run(1, modes)
-    assert before == after
+def test_module_in_eval_mode_stays_in_eval_mode(pools: Pools) -> None:
+    # Evaluation switched every module to training mode, so frozen statistics were updated afterward.
+    [(initial, after)] = pools.run(1, modes)
+    assert initial == after
 
 
 def misnamed(world: World) -> str:

@@ -1,4 +1,4 @@
-"""fit() after Ctrl-C or an error goes on behind the last optimizer step, as in a notebook."""
+"""After Ctrl-C or an error, fit() resumes behind the last optimizer step, as in a notebook."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from twins import Pools
 
 @dataclass
 class Cell:
-    """A Trainer as a notebook's cell makes it; something happens in the `hit`-th call of the part named `where`."""
+    """A Trainer as built in a notebook cell, with a fault in call number `hit` of the part named `where`."""
 
     folder: str | None = None
     where: str = ""
     hit: int = 0
-    error: type[Exception] | None = None  # what is raised; None for Ctrl-C
+    error: type[Exception] | None = None  # the exception to raise; None for Ctrl-C
     config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,12 +54,12 @@ class Cell:
         self.checkpointer: Any = objects.get("checkpointer")
         self.trainer = Trainer(self.model, self.optimizer, self._loss, loader, config, evaluation, **objects)
 
-    def fit_in_vain(self) -> None:
+    def fit_until_fault(self) -> None:
         try:
             self.trainer.fit()
         except (KeyboardInterrupt, ArithmeticError):
             return
-        raise AssertionError("nothing happened")
+        raise AssertionError("no fault occurred")
 
     def bits(self) -> tuple[Any, ...]:
         result = self.trainer.result
@@ -94,8 +94,8 @@ def interrupted(world: World, folder: str) -> dict[str, bool]:
     for where, hits in {"loss": (1, 6, 12), "step": (6,), "evaluation": (1, 6)}.items():
         for hit in hits:
             cell = Cell(f"{folder}/{where}-{hit}", where, hit)
-            cell.fit_in_vain()
-            assert cell.hit == 0 or where != "evaluation", "the evaluation went on after the batch"
+            cell.fit_until_fault()
+            assert cell.hit == 0 or where != "evaluation", "the evaluation continued after the batch"
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             cell.trainer.fit()
             equal[f"{where} {hit}"] = cell.bits() == whole.bits() and cell.log() == whole.log()
@@ -103,8 +103,8 @@ def interrupted(world: World, folder: str) -> dict[str, bool]:
 
 
 @pytest.mark.slow
-def test_fit_after_ctrl_c_at_any_moment_ends_with_the_bits_of_an_undisturbed_run(pools: Pools, tmp_path: Path) -> None:
-    # The window in progress was lost, with its place in the epoch, or "the Checkpointer is closed".
+def test_fit_after_ctrl_c_at_any_moment_matches_an_undisturbed_run_bitwise(pools: Pools, tmp_path: Path) -> None:
+    # The current window was lost with its position in the epoch, or fit() failed with "the Checkpointer is closed".
     [equal] = pools.run(1, interrupted, str(tmp_path))
     assert len(equal) == 6
     assert [moment for moment, same in equal.items() if not same] == []
@@ -112,23 +112,23 @@ def test_fit_after_ctrl_c_at_any_moment_ends_with_the_bits_of_an_undisturbed_run
 
 def failed(world: World) -> list[Any]:
     cell = Cell(where="loss", hit=4, error=ArithmeticError)
-    cell.fit_in_vain()
-    before = [cell.trainer.result.steps, cell.trainer.loader.progress.position, cell.trainer.result.samples]
+    cell.fit_until_fault()
+    interrupted = [cell.trainer.result.steps, cell.trainer.loader.progress.position, cell.trainer.result.samples]
     result = cell.trainer.fit()
     after = [result.steps, result.samples]
-    return [before, after, cell.trainer.fit().steps]
+    return [interrupted, after, cell.trainer.fit().steps]
 
 
-def test_fit_after_an_error_takes_the_batches_of_the_window_again(pools: Pools) -> None:
-    for before, after, again in pools.run(2, failed):
-        assert before == [1, 2, 16]
+def test_fit_after_an_error_repeats_the_batches_of_the_window(pools: Pools) -> None:
+    for interrupted, after, again in pools.run(2, failed):
+        assert interrupted == [1, 2, 16]
         assert after == [6, 90]
-        assert again == 6, "a training that has ended does not go on"
+        assert again == 6, "a finished run does not continue"
 
 
 def refused(world: World, folder: str) -> list[str]:
     first = Cell(folder, "loss", 8)
-    first.fit_in_vain()
+    first.fit_until_fault()
     messages = [refusal(Cell, folder, config={"resume": True})]
     first.checkpointer.close()
     messages.append(refusal(first.trainer.fit))
@@ -136,7 +136,7 @@ def refused(world: World, folder: str) -> list[str]:
     return [*messages, str(second.trainer.fit().resumed_from_step)]
 
 
-def test_a_second_trainer_on_the_folder_says_to_close_the_first(pools: Pools, tmp_path: Path) -> None:
+def test_second_trainer_on_the_folder_says_to_close_the_first(pools: Pools, tmp_path: Path) -> None:
     [(in_use, closed, resumed)] = pools.run(1, refused, str(tmp_path))
     assert "close() its Checkpointer if it is in this process" in in_use
     assert closed.startswith("the Checkpointer of ")
@@ -145,13 +145,13 @@ def test_a_second_trainer_on_the_folder_says_to_close_the_first(pools: Pools, tm
 
 
 def sigint(world: World, how: str) -> list[Any]:
-    """Send this rank, which is a process of its own, SIGINT, once or twice; what came of it."""
+    """Send SIGINT once or twice to this rank, which is a separate process; return its effects."""
     heard: list[int] = []
     if how == "own handler":
         signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
         with Interrupts():
             os.kill(os.getpid(), signal.SIGINT)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the process has other tests to run
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the process runs other tests afterward
         return heard
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupt_within(OSError() if how == "then an error" else None)
@@ -162,27 +162,30 @@ def interrupt_within(then: Exception | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Interrupts():
         os.kill(os.getpid(), signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler, "the first waits"
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler, "the first one waits"
         if then is not None:
             raise then
         os.kill(os.getpid(), signal.SIGINT)
-        raise OSError("the second waited, too")
+        raise OSError("the second one also waited")
 
 
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("twice", [type(None), True]),  # the second does not wait for the step
-        ("then an error", [OSError, True]),  # a terminal sends it to workers as well, whose end was reported instead
-        ("own handler", [signal.SIGINT]),  # it is somebody else's, and left alone
+        ("twice", [type(None), True]),  # the second one does not wait for the step
+        (
+            "then an error",
+            [OSError, True],
+        ),  # terminals also signal the workers, whose exit was reported instead of the error
+        ("own handler", [signal.SIGINT]),  # a handler installed by the user is left alone
     ],
 )
-def test_what_ctrl_c_does(pools: Pools, how: str, expected: list[Any]) -> None:
+def test_effects_of_ctrl_c(pools: Pools, how: str, expected: list[Any]) -> None:
     assert pools.run(1, sigint, how) == [expected]
 
 
 def struck(owner: Any, name: str, hit: int, times: int, function: Callable[[], Any]) -> None:
-    """Call `function`, which a Ctrl-C ends that comes, so many times, as the `hit`-th call of `name` begins."""
+    """Call `function` and raise Ctrl-C at the start of call number `hit` of `name`; repeat `times` times."""
     real, calls = getattr(owner, name), 0
 
     def strike(*arguments: Any, **named: Any) -> Any:
@@ -205,32 +208,36 @@ FIT = {
     "close": (checkpointer.Checkpointer, "close", 1),
     "close of the folder": (run_folder.RunFolder, "close", 1),
 }
-"""Where a Ctrl-C comes in fit(): a function, and which of its calls."""
+"""Functions interrupted within fit(), and the number of the call."""
 
 
 def fit_is_struck(world: World, folder: str) -> dict[str, list[bool]]:
     config = {"checkpoint_every": 1, "async_save": True}
     whole = Cell(f"{folder}/whole", config=config)
     whole.trainer.fit()
-    found = {}
+    outcomes = {}
     for moment, strike in FIT.items():
         place = f"{folder}/{moment}"
         if moment == "restore":
             begun = Cell(place, "loss", 5, config=config)
-            begun.fit_in_vain()
+            begun.fit_until_fault()
             begun.checkpointer.close()
         cell = Cell(place, config={**config, "resume": moment == "restore"})
         struck(*strike, 1, cell.trainer.fit)
         cell.trainer.fit()
         resumed = Cell(place, config={**config, "resume": True}).trainer.fit()
-        found[moment] = [cell.bits()[:4] == whole.bits()[:4], cell.log() == whole.log(), resumed.resumed_from_step == 6]
-    return found
+        outcomes[moment] = [
+            cell.bits()[:4] == whole.bits()[:4],
+            cell.log() == whole.log(),
+            resumed.resumed_from_step == 6,
+        ]
+    return outcomes
 
 
-def test_fit_goes_on_after_ctrl_c_while_it_restores_saves_or_closes(pools: Pools, tmp_path: Path) -> None:
-    # At the start the Trainer was closed, and said that a new one must be made.
-    [found] = pools.run(1, fit_is_struck, str(tmp_path))
-    assert found == {moment: [True, True, True] for moment in FIT}
+def test_fit_continues_after_ctrl_c_during_restore_save_or_close(pools: Pools, tmp_path: Path) -> None:
+    # At the start, the Trainer was closed and required a new one.
+    [outcomes] = pools.run(1, fit_is_struck, str(tmp_path))
+    assert outcomes == {moment: [True, True, True] for moment in FIT}
 
 
 def checkpointer_is_struck(world: World, folder: str) -> list[Any]:
@@ -242,22 +249,20 @@ def checkpointer_is_struck(world: World, folder: str) -> list[Any]:
     struck(saving.Writer, "save", 1, 1, lambda: checkpoints.save(1))
     checkpoints.save(2)
     struck(saving.Writer, "join", 1, 2, checkpoints.wait)
-    checkpoints.save(3)  # an assertion failed, as nobody had waited for the one before
+    checkpoints.save(3)  # formerly a failed assertion, because the previous save was never awaited
     nn.init.zeros_(layer.weight)
     struck(restoring.Loading, "load", 1, 1, checkpoints.restore)
     steps.append(torch.equal(layer.weight, weights))
     checkpoints.save(4)
     struck(saving.Writer, "join", 2, 2, checkpoints.close)
-    with pytest.raises(UsageError, match="another run is using"):  # not released before all is written
+    with pytest.raises(UsageError, match="another run is using"):  # released only after all writes
         Checkpointer(folder)
     checkpoints.close()
     with Checkpointer(folder) as again:
         return [*steps, again.steps(), again.latest()]
 
 
-def test_a_checkpointer_is_whole_after_ctrl_c_while_it_saves_waits_restores_or_closes(
-    pools: Pools, tmp_path: Path
-) -> None:
+def test_checkpointer_is_intact_after_ctrl_c_in_any_operation(pools: Pools, tmp_path: Path) -> None:
     [(restored, steps, latest)] = pools.run(1, checkpointer_is_struck, str(tmp_path / "run"))
     assert restored
     assert steps == [2, 3, 4]

@@ -1,4 +1,4 @@
-"""The Trainer with a model of which a part is not trained: left out of the optimizer, or in eval mode."""
+"""The Trainer with partly trained models: parameters outside the optimizer, or modules in eval mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = Run(TrainConfig(1), samples=45)
 
 
 class EndsAt:
-    """Ends the training by an error after a step."""
+    """Ends the training with an error after one step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -62,10 +62,10 @@ def train_the_head(world: World, config: dict[str, Any], ends_at: int | None, is
     ("precision", "ends_at", "slices"),
     [("fp32", 4, None), ("fp16", None, 4)],
 )
-def test_gradients_that_the_optimizer_does_not_train_change_nothing(
+def test_gradients_outside_the_optimizer_have_no_effect(
     pools: Pools, tmp_path: Path, precision: str, ends_at: int | None, slices: int | None
 ) -> None:
-    # They were added up over the whole run and were part of the norm, so a resume had other bits; fp16 had scaled them.
+    # They accumulated over the whole run and counted in the norm, so a resume changed the bits; fp16 had scaled them.
     config = {"max_steps": 7, "clip_norm": 0.05, "precision": precision, "checkpoint_every": 1, "virtual_ranks": slices}
     left_out = pools.run(2, train_the_head, {**config, "checkpoint_dir": str(tmp_path / "1")}, ends_at, False)
     frozen = pools.run(2, train_the_head, {**config, "checkpoint_dir": str(tmp_path / "2")}, None, True)
@@ -73,7 +73,7 @@ def test_gradients_that_the_optimizer_does_not_train_change_nothing(
 
 
 class Freezes:
-    """Puts a part of the model into eval mode, and notes its mode."""
+    """Puts a module into eval mode, and records its mode."""
 
     def __init__(self) -> None:
         self.modes: set[tuple[bool, bool]] = set()
@@ -92,6 +92,6 @@ def freeze(world: World) -> set[tuple[bool, bool]]:
     return callback.modes
 
 
-def test_a_part_that_a_callback_puts_into_eval_mode_stays_in_it(pools: Pools) -> None:
-    # fit() put the whole model into training mode after on_start, which thawed BatchNorms unnoticed.
+def test_module_put_into_eval_mode_by_a_callback_stays_there(pools: Pools) -> None:
+    # fit() switched the whole model to training mode after on_start, which silently unfroze BatchNorm.
     assert pools.run(1, freeze) == [{(True, False)}]

@@ -1,4 +1,4 @@
-"""Training under autocast, and with a GradScaler, against a plain PyTorch loop in one process."""
+"""Training under autocast and with a GradScaler, compared with a plain PyTorch loop in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Case:
-    """A training in some precision; in the windows `bad`, counted from 0, one sample's loss overflows."""
+    """Training in some precision; one sample's loss overflows in each of the windows `bad`, counted from 0."""
 
     precision: str = "fp16"
     bad: tuple[int, ...] = ()
@@ -44,12 +44,12 @@ WINDOWS, CLIP = 12, 0.01
 
 
 def small(out: Tensor, y: Tensor) -> Tensor:
-    """Return a loss whose gradient fits into fp16 at the first scale, also as the mean of a slice."""
+    """Return a loss whose gradient fits in fp16 at the initial scale, even for the mean of a slice."""
     return squared(out, y) / 64
 
 
 def plain_loop(case: Case) -> tuple[nn.Module, float]:
-    """Return model and scale of one process that trains on whole batches."""
+    """Return the model and scale of a single process that trains on whole batches."""
     data, model = Points(RUN.samples, RUN.dtype), net(RUN)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=case.precision == "fp16")
@@ -69,7 +69,7 @@ def plain_loop(case: Case) -> tuple[nn.Module, float]:
 
 
 def train(world: World, case: Case) -> tuple[dict[str, Any], list[Any]]:
-    """Return weights, and facts about the run."""
+    """Return the weights and facts about the run."""
     module = net(RUN)
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
@@ -89,26 +89,26 @@ def train(world: World, case: Case) -> tuple[dict[str, Any], list[Any]]:
     config = TrainConfig(2, precision=case.precision, clip_norm=CLIP)  # type: ignore[arg-type]
     with scalers_made() as scalers:
         result = Trainer(model, optimizer, loss, loader, config).fit()
-    samples = RUN.batch_size / world.size  # in the loss, which is a sum
+    samples = RUN.batch_size / world.size  # part of the loss, which is a sum
     scale = scalers[0].get_scale() * samples if scalers else None
     return weights_of(module), [result.steps, scale, dtypes, result.samples]
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 1), ("fp16", 2)])
-def test_a_precision_trains_as_a_plain_loop_under_autocast(pools: Pools, precision: str, size: int) -> None:
+def test_precision_matches_a_plain_loop_under_autocast(pools: Pools, precision: str, size: int) -> None:
     case = Case(precision)
     plain, scale = plain_loop(case)
     exact = plain_loop(replace(case, precision="fp16" if precision == "bf16" else "bf16"))[0]
     reference, other = weights_of(plain), weights_of(exact)
     for weights, facts in pools.run(size, train, case):
         assert facts == [WINDOWS, None if precision == "bf16" else scale, {DTYPES[precision]}, 2 * RUN.samples]
-        # Slices round differently from the whole batch, by less than the other precision does.
+        # Slices and whole batches round differently, but by less than the difference between precisions.
         bound = 0.0 if size == 1 else relative_difference(other, reference)
         assert relative_difference(weights, reference) <= max(bound, 1e-6)
 
 
-def test_a_step_that_the_scaler_skips_is_skipped_on_every_rank_and_counts_for_nothing(pools: Pools) -> None:
-    case = Case(bad=(0, 1, 5, 9, 11))  # also the last window of an epoch, and of the training
+def test_step_skipped_by_the_scaler_is_skipped_and_uncounted_on_every_rank(pools: Pools) -> None:
+    case = Case(bad=(0, 1, 5, 9, 11))  # including the last window of an epoch and of the run
     plain, scale = plain_loop(case)
     reference = weights_of(plain)
     for size, bound in ((1, 1e-6), (2, 1e-2)):
@@ -118,7 +118,7 @@ def test_a_step_that_the_scaler_skips_is_skipped_on_every_rank_and_counts_for_no
 
 
 def warned(world: World, precision: Any) -> list[tuple[str, str]]:
-    """Return file and text of the warnings about a loss that is a mean."""
+    """Return file and text of the warnings about a mean loss."""
     model = DistributedDataParallel(net(RUN))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
@@ -129,18 +129,18 @@ def warned(world: World, precision: Any) -> list[tuple[str, str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit()
-    return [(each.filename, str(each.message)) for each in caught if "from a mean" in str(each.message)]
+    return [(item.filename, str(item.message)) for item in caught if "from a mean" in str(item.message)]
 
 
-def test_a_mean_loss_is_reported_at_the_users_line_in_every_precision(pools: Pools) -> None:
-    # It named training_step.py, and fp16 hid the mean behind the scale.
+def test_mean_loss_is_reported_at_the_user_line_in_every_precision(pools: Pools) -> None:
+    # The warning pointed to training_step.py, and fp16 hid the mean behind the scale.
     plain = pools.run(2, warned, "fp32")
     assert [file for [(file, _)] in plain] == [__file__] * 2
     assert [pools.run(2, warned, precision) for precision in DTYPES] == [plain] * 2
 
 
 def skipping(world: World, skipped: int) -> tuple[int, bool, list[str]]:
-    """Train for 4 steps, of which the first are skipped; return the steps, whether evaluated, and the warnings."""
+    """Train for 4 steps, skipping the first `skipped`; return the steps, whether it was evaluated, and the warnings."""
     model, data = DistributedDataParallel(net(RUN)), Points(16, RUN.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     factors = iter([float("inf")] * skipped + [1.0] * (4 - skipped))
@@ -157,13 +157,13 @@ def skipping(world: World, skipped: int) -> tuple[int, bool, list[str]]:
     return result.steps, "error" in result.metrics, [text for text in texts if "skipped" in text]
 
 
-def test_a_training_that_mostly_skips_steps_is_evaluated_and_rank_0_warns(pools: Pools) -> None:
-    # It ended as a success without a word and without metrics.
+def test_run_that_mostly_skips_steps_is_evaluated_and_rank_0_warns(pools: Pools) -> None:
+    # The run silently ended as a success, without metrics.
     outcomes = pools.run(2, skipping, 4)
     assert [outcome[:2] for outcome in outcomes] == [(0, True)] * 2
-    [text], nothing = (texts for *_, texts in outcomes)
+    [text], others = (texts for *_, texts in outcomes)
     assert text.startswith("4 of 4 steps were skipped, because ")
-    assert nothing == []
+    assert others == []
     assert pools.run(2, skipping, 2) == [(2, True, [])] * 2
 
 
@@ -179,7 +179,7 @@ def overflows_forever(world: World) -> str:
     return refusal(Trainer(model, optimizer, loss, loader, config).fit)
 
 
-def test_a_loss_that_always_overflows_ends_the_training(pools: Pools) -> None:
-    # With max_steps nothing would ever end it.
+def test_permanently_overflowing_loss_ends_the_run(pools: Pools) -> None:
+    # With max_steps the run would never end.
     for message in pools.run(2, overflows_forever):
         assert message.startswith("every step is skipped, because the gradient has NaN or Inf")

@@ -1,4 +1,4 @@
-"""predict(): a row for each sample, once, in the dataset's order, for any number of ranks."""
+"""predict() returns one row per sample, in dataset order, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def loader_of(kind: str, samples: int, batch_size: int) -> DataLoader:
 def predicted(world: World, kind: str, samples: int, batch_size: int) -> list[Any]:
     model = DistributedDataParallel(net(RUN))
     model.train()
-    before = digest(rng_state())
+    state = digest(rng_state())
     loader = loader_of(kind, samples, batch_size)
     plain = predict(model, loader)
     rows = predict(model, loader, structured)
     assert model.module.training
-    assert digest(rng_state()) == before, "dropout is off, and random numbers are as before"
+    assert digest(rng_state()) == state, "dropout is off, and the random state is unchanged"
     return [plain, rows["index"], rows["pair"].scores, rows["pair"].twice[1]]
 
 
@@ -84,7 +84,7 @@ def reference(samples: int) -> Tensor:
         ("by cost", 23, 5, 2),
     ],
 )
-def test_rows_are_those_of_one_process_in_the_data_sets_order(
+def test_rows_match_one_process_in_dataset_order(
     pools: Pools, kind: str, samples: int, batch_size: int, size: int
 ) -> None:
     for plain, indices, scores, twice in pools.run(size, predicted, kind, samples, batch_size):
@@ -95,7 +95,7 @@ def test_rows_are_those_of_one_process_in_the_data_sets_order(
 
 
 @pytest.mark.parametrize("kind", ["repeated", "with workers"])
-def test_rows_come_as_often_as_the_order_names_them(pools: Pools, kind: str) -> None:
+def test_rows_repeat_as_often_as_the_sampler_repeats_them(pools: Pools, kind: str) -> None:
     for _, indices, *_ in pools.run(2, predicted, kind, 9, 4):
         twice = [index for index in range(9) for _ in range(1 + (kind == "repeated") * (index % 2))]
         assert indices.tolist() == twice
@@ -129,7 +129,7 @@ def in_a_training(world: World) -> list[Any]:
     return [torch.allclose(rows[0], again, rtol=0.02, atol=0.02), again.dtype, [*map(refusal, attempts)]]
 
 
-def test_the_trainer_predicts_in_its_precision_and_refuses_what_cannot_work(pools: Pools) -> None:
+def test_trainer_predicts_in_its_precision_and_refuses_invalid_loaders(pools: Pools) -> None:
     [(is_close, dtype, refused)] = pools.run(1, in_a_training)
     assert is_close
     assert dtype == torch.bfloat16

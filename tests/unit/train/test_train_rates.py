@@ -1,4 +1,4 @@
-"""Which learning rates the Trainer uses."""
+"""Learning rates used by the Trainer."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def with_another_schedule(world: World, folder: str) -> list[str]:
         schedule = {"warmup_steps": 2, "decay": "linear", "total_steps": steps}
         config = {"epochs": steps // 5, "checkpoint_dir": folder, "schedule": schedule, **more}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this run's settings are taken over
+            warnings.simplefilter("ignore")  # about adopting the settings of this run
             said.append(refusal(trainer(model, optimizer, **config).fit))
     return said
 
 
-def test_a_run_is_not_resumed_with_another_schedule_unless_that_is_allowed(pools: Pools, tmp_path: Path) -> None:
+def test_resume_with_another_schedule_requires_permission(pools: Pools, tmp_path: Path) -> None:
     [(first, other, allowed)] = pools.run(1, with_another_schedule, str(tmp_path))
     assert (first, allowed) == ("", "")
     assert other.startswith("the checkpoint was written with schedule={'warmup_steps': 2, 'decay': 'linear', 'total_st")
@@ -83,8 +83,8 @@ def with_a_scheduler(world: World, folder: str) -> list[Any]:
     return [messages, used, used_later]
 
 
-def test_a_users_scheduler_is_stepped_saved_and_the_only_one(pools: Pools, tmp_path: Path) -> None:
-    # It had no effect, without a word.
+def test_user_scheduler_is_stepped_and_saved_without_a_second_schedule(pools: Pools, tmp_path: Path) -> None:
+    # The scheduler was silently ignored.
     [(messages, used, used_later)] = pools.run(1, with_a_scheduler, str(tmp_path))
     beginnings = (
         "the optimizer has a learning-rate scheduler, which the Trainer would not step; give it as ",

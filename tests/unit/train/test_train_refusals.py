@@ -1,4 +1,4 @@
-"""What the Trainer refuses before it trains, and what it does not ask of a GPU."""
+"""Setups that the Trainer refuses before training, and the absence of GPU synchronization."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def sharing(world: World) -> list[str]:
         lambda loader: DataLoader(loader.dataset, 4),
     ]
     return [
-        refusal(trainer, model, evaluation=lambda loader, of=each: Evaluation(of(loader), squared_error, ("error",)))
-        for each in of
+        refusal(trainer, model, evaluation=lambda loader, of=wrap: Evaluation(of(loader), squared_error, ("error",)))
+        for wrap in of
     ]
 
 
-def test_one_loader_or_sampler_for_training_and_evaluation_is_refused(pools: Pools) -> None:
-    # Every evaluation took the loader back to epoch 0, so training never ended.
+def test_sharing_a_loader_or_sampler_between_training_and_evaluation_is_refused(pools: Pools) -> None:
+    # Every evaluation reset the loader to epoch 0, so training never ended.
     [(same, sampler, own)] = pools.run(1, sharing)
     assert same.startswith("training and evaluation share a loader or sampler, ")
     assert (sampler, own) == (same, "")
@@ -56,7 +56,7 @@ def in_a_part_of_the_world(world: World) -> str:
     return refusal(trainer, DistributedDataParallel(linear(), process_group=groups[world.rank]))
 
 
-def test_a_model_that_averages_over_a_part_of_the_world_is_refused(pools: Pools) -> None:
+def test_model_that_averages_over_part_of_the_world_is_refused(pools: Pools) -> None:
     for message in pools.run(2, in_a_part_of_the_world):
         assert message.startswith("the model averages over 1 ranks, but the Trainer splits data ")
 
@@ -66,7 +66,7 @@ def with_own_buffers(world: World, folder: str | None, module: str = "norm") -> 
     return refusal(trainer, DistributedDataParallel(net, broadcast_buffers=False), checkpoint_dir=folder)
 
 
-def test_buffers_of_each_ranks_own_are_not_checkpointed_as_rank_0s(pools: Pools, tmp_path: Path) -> None:
+def test_rank_specific_buffers_are_not_checkpointed_as_those_of_rank_0(pools: Pools, tmp_path: Path) -> None:
     for message in pools.run(2, with_own_buffers, str(tmp_path)):
         assert message.startswith("with broadcast_buffers=False ranks have different buffers (such as '1.num_batches_")
     assert list(tmp_path.iterdir()) == []
@@ -76,7 +76,7 @@ def test_buffers_of_each_ranks_own_are_not_checkpointed_as_rank_0s(pools: Pools,
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often a number is read out of a tensor, for which the CPU waits on a GPU."""
+    """Counts reads of tensor values by the CPU, which would have to wait for a GPU."""
 
     count = 0
 
@@ -88,15 +88,15 @@ class Reads(TorchDispatchMode):
 def reads(world: World) -> list[int]:
     counts = []
     for samples in (4, 40):
-        each = trainer(DistributedDataParallel(linear()), samples, accumulate=2, check_finite=False)
+        fitted = trainer(DistributedDataParallel(linear()), samples, accumulate=2, check_finite=False)
         with queued_operations(), Reads() as mode:
-            each.fit()
+            fitted.fit()
         counts.append(mode.count)
     return counts
 
 
-def test_no_number_is_read_out_of_a_tensor_between_two_lines_of_metrics(pools: Pools) -> None:
-    # float(loss) after every micro-batch made the CPU wait for the GPU. The check for NaN has to.
+def test_no_tensor_value_is_read_between_two_metrics_lines(pools: Pools) -> None:
+    # float(loss) after every micro-batch made the CPU wait for the GPU, as only the NaN check must.
     [(one_batch, ten_batches)] = pools.run(1, reads)
     assert one_batch == ten_batches > 0
 
@@ -154,7 +154,7 @@ REMEDIES = [
 ]
 
 
-def test_usual_mistakes_are_one_line_with_the_remedy(pools: Pools) -> None:
+def test_common_mistakes_are_one_line_with_the_remedy(pools: Pools) -> None:
     # They ended in AttributeError, TypeError and RuntimeError from the middle of the loop.
     [messages] = pools.run(1, usual_mistakes)
     for message, beginning in zip(messages, REMEDIES, strict=True):

@@ -30,7 +30,7 @@ from twins import Pools
 
 
 def at(step: int, *, evaluates: bool = False) -> Any:
-    """A run that begins at `step`."""
+    """Return a run that begins at `step`."""
     return SimpleNamespace(step=step, is_evaluation_due=evaluates, settings={"epochs": 3})
 
 
@@ -50,8 +50,8 @@ def steps_of(file: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()]
 
 
-def test_a_fresh_run_leaves_the_lines_of_an_earlier_one(tmp_path: Path) -> None:
-    # It truncated the file: running a script again, or a second one with the same name, lost the first one's metrics.
+def test_fresh_run_keeps_the_lines_of_an_earlier_run(tmp_path: Path) -> None:
+    # The file was truncated: a repeated script, or a second one with the same name, lost the earlier metrics.
     write(tmp_path / "m", 0, 1, 2)
     write(tmp_path / "m", 0, 1)
     assert steps_of(tmp_path / "m") == [1, 2, 1]
@@ -67,7 +67,7 @@ RESUMED: list[tuple[list[list[int]], int, list[int]]] = [
 
 
 @pytest.mark.parametrize(("runs", "step", "kept"), RESUMED)
-def test_a_resumed_run_drops_lines_of_its_own_only(
+def test_resumed_run_drops_only_its_own_lines(
     tmp_path: Path, runs: list[list[int]], step: int, kept: list[int]
 ) -> None:
     for run in runs:
@@ -77,7 +77,7 @@ def test_a_resumed_run_drops_lines_of_its_own_only(
 
 
 @pytest.mark.parametrize("half", ['{"step": 4, "lo', '{"step": 4, "loss": 1.0}', "\0\0\0"])
-def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path, half: str) -> None:
+def test_line_truncated_by_a_kill_is_dropped(tmp_path: Path, half: str) -> None:
     write(tmp_path / "m", 0, 2)
     with (tmp_path / "m").open("a") as file:
         file.write(half)
@@ -86,8 +86,8 @@ def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path, half: str)
 
 
 @pytest.mark.parametrize("has_line", [False, True])
-def test_a_resumed_run_drops_the_evaluation_that_it_makes_up_for(tmp_path: Path, has_line: bool) -> None:
-    # Where the step had no line of the training's, that of its evaluation stayed, and came twice.
+def test_resumed_run_drops_the_evaluation_that_it_repeats(tmp_path: Path, has_line: bool) -> None:
+    # If the step had no training line, its evaluation line stayed and appeared twice.
     log = opened(JsonLines(tmp_path / "m"))
     log.write(2, {"train/loss": 1.0})
     if has_line:
@@ -126,7 +126,7 @@ def refused_without(world: World, package: str, loggers: list[Any]) -> str:
         ("mlflow", "mlflow", MLflow),
     ],
 )
-def test_without_a_loggers_package_every_rank_names_the_pip_command_and_no_file_is_made(
+def test_missing_logger_package_names_the_pip_command_and_makes_no_file(
     pools: Pools, tmp_path: Path, package: str, extra: str, kind: Any
 ) -> None:
     loggers = [kind(str(tmp_path / "board")), JsonLines(tmp_path / "m")]
@@ -136,7 +136,7 @@ def test_without_a_loggers_package_every_rank_names_the_pip_command_and_no_file_
 
 
 class Notes:
-    """A logger of a user's."""
+    """A user-defined logger."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -155,7 +155,7 @@ def train_with_notes(world: World, config: TrainConfig, *loggers: Any) -> list[t
     return notes.lines
 
 
-def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of_all_ranks(
+def test_user_logger_on_rank_0_gets_the_values_in_the_files_and_the_mean_of_all_ranks(
     pools: Pools, tmp_path: Path
 ) -> None:
     config = TrainConfig(2, log_every=1)
@@ -166,7 +166,7 @@ def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of
         {"step": step, **values} for step, values in first
     ]
     assert [step for step, _ in first] == [1, 2, 3, 3, 4, 5, 6, 6]
-    # One name for the training's and the evaluation's loss gave TensorBoard two values of one curve at a step.
+    # A shared name for training and evaluation loss gave TensorBoard two values of one curve at a step.
     names = [sorted(values) for step, values in first if step == 3]
     assert names[0] == ["lr", "train/loss"]
     assert all(name.startswith("eval/") for name in names[1])
@@ -175,10 +175,10 @@ def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of
 
 
 def log_to_wandb(folder: str) -> tuple[str, int]:
-    """Train with a run of Weights & Biases that writes to `folder` alone; read the run back."""
+    """Train with a Weights & Biases run that writes only to `folder`; read the run back."""
     os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_CACHE_DIR": folder, "WANDB_CONFIG_DIR": folder}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
+        warnings.simplefilter("ignore")  # from wandb
         logger = opened(WeightsAndBiases("project"))
         logger.write(1, {"loss": 0.5})
         logger.write(1, {"accuracy": 0.75})
@@ -186,7 +186,7 @@ def log_to_wandb(folder: str) -> tuple[str, int]:
     [run] = Path(folder).glob("wandb/offline-run-*/*.wandb")
     end = time.monotonic() + TIMEOUT_S
     while b"accuracy" not in (record := run.read_bytes()) and time.monotonic() < end:
-        time.sleep(0.1)  # a process of W&B's own writes it
+        time.sleep(0.1)  # written by a separate W&B process
     return record.decode("latin-1"), len(list(Path(folder).glob("wandb/offline-run-*")))
 
 
@@ -199,10 +199,10 @@ def test_weights_and_biases_gets_the_same_values(tmp_path: Path) -> None:
 
 
 def log_to_mlflow(folder: str) -> tuple[Any, ...]:
-    """Train with two runs of MLflow in files of `folder`, of which the second fails; read them back."""
+    """Train with two MLflow runs stored in `folder`, one of them failing; read them back."""
     os.environ |= {"MLFLOW_TRACKING_URI": f"file://{folder}", "MLFLOW_ALLOW_FILE_STORE": "true"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
+        warnings.simplefilter("ignore")  # from MLflow
         from mlflow.tracking import MlflowClient
 
         logger = opened(MLflow("digits"))
@@ -215,8 +215,8 @@ def log_to_mlflow(folder: str) -> tuple[Any, ...]:
         except ArithmeticError:
             second.close()
         client = MlflowClient()
-        found = client.get_experiment_by_name("digits")
-        runs = client.search_runs([found.experiment_id])
+        experiment = client.get_experiment_by_name("digits")
+        runs = client.search_runs([experiment.experiment_id])
         [first] = [run for run in runs if run.data.params == {"epochs": "3"}]
         history = client.get_metric_history(first.info.run_id, "train/loss")
     values = [(point.step, point.value) for point in history]
@@ -224,7 +224,7 @@ def log_to_mlflow(folder: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_mlflow_gets_the_same_values_and_knows_of_a_failure(tmp_path: Path) -> None:
+def test_mlflow_gets_the_same_values_and_records_a_failure(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     values, last, states = call(log_to_mlflow, str(tmp_path))
     assert values == [(1, 0.5), (2, 0.25)]
@@ -252,24 +252,24 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: Any, on: bool = True) -> str:
 
 def resumed_line(_world: World, sums: list[list[float]]) -> float:
     average = LossAverage(DistributedDataParallel(torch.nn.Linear(1, 1)))
-    average.load_rank_states([{"own": own, "epoch": [0.0, 0.0], "line_at": 0, "lr": 0.1} for own in sums])
+    average.load_rank_states([{"own": rank_sums, "epoch": [0.0, 0.0], "line_at": 0, "lr": 0.1} for rank_sums in sums])
     average.add(torch.tensor(3.0), 1.0)
     return average.line(2)
 
 
 @pytest.mark.parametrize("sums", [[[10.0, 2.0]], [[4.0, 1.0], [6.0, 0.5], [0.0, 0.5]]])
-def test_losses_of_a_run_of_another_number_of_ranks_count_once(pools: Pools, sums: list[list[float]]) -> None:
-    # The sums of a run of one rank were taken by every rank, as if each had saved them.
+def test_losses_from_another_number_of_ranks_count_once(pools: Pools, sums: list[list[float]]) -> None:
+    # Every rank adopted the sums of a single-rank run as if it had saved them itself.
     assert pools.run(2, resumed_line, sums) == [(10.0 + 3.0 + 3.0) / (2.0 + 1.0 + 1.0)] * 2
 
 
-def test_where_there_is_no_terminal_an_epoch_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epoch_without_a_terminal_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, io.StringIO()) == (
         "epoch 1/2  loss 0.3333  accuracy 0.97\nepoch 2/2  loss 0.3333  accuracy 0.97\n"
     )
 
 
-def test_on_a_terminal_there_is_a_bar_and_the_cursor_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_a_bar_and_restores_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, Terminal())
     assert "4/4" in text
     assert "epoch 2/2  loss 0.3333  accuracy 0.97" in text
@@ -277,5 +277,5 @@ def test_on_a_terminal_there_is_a_bar_and_the_cursor_comes_back(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_the_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, stream: Any) -> None:
+def test_other_ranks_print_nothing(monkeypatch: pytest.MonkeyPatch, stream: Any) -> None:
     assert shown(monkeypatch, stream(), on=False) == ""

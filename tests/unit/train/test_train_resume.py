@@ -1,4 +1,4 @@
-"""What may change when a run is resumed, and what is refused."""
+"""Changes that are allowed when a run resumes, and changes that are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config(folder: Path, **options: Any) -> Settings:
 
 
 def interrupted(pools: Pools, size: int, run: Run, step: int) -> list[Outcome]:
-    """Stop behind the checkpoint of `step` and resume; what the resumed run came to."""
+    """Stop after the checkpoint of `step` and resume; return the outcomes of the resumed run."""
     for outcome in pools.run(size, train, replace(run, stop_after=step)):
         assert (outcome.error, outcome.result.steps) == ("", step)
     outcomes = pools.run(size, train, replace(run, config=replace(run.config, resume=True)))
@@ -33,7 +33,7 @@ def interrupted(pools: Pools, size: int, run: Run, step: int) -> list[Outcome]:
     return outcomes
 
 
-def test_a_line_of_metrics_after_a_resume_on_other_ranks_counts_all_of_them(pools: Pools, tmp_path: Path) -> None:
+def test_metrics_line_after_resuming_on_other_ranks_counts_all_samples(pools: Pools, tmp_path: Path) -> None:
     options = {"log_every": 5, "epochs": 1}
     run = Run(config(tmp_path / "whole", metrics_file=str(tmp_path / "whole.jsonl"), **options))
     pools.run(2, train, run)
@@ -48,12 +48,12 @@ def test_a_line_of_metrics_after_a_resume_on_other_ranks_counts_all_of_them(pool
 
 
 @pytest.mark.slow
-def test_resumed_with_buffers_that_depend_on_data_and_feed_forward(pools: Pools, tmp_path: Path) -> None:
-    # Micro-batches under no_sync do not broadcast buffers: rank 1 went on with its own, but resumed with rank 0's.
+def test_resume_with_data_dependent_buffers_that_affect_the_forward(pools: Pools, tmp_path: Path) -> None:
+    # Micro-batches under no_sync do not broadcast buffers: rank 1 continued with its own, but resumed with rank 0's.
     run = Run(config(tmp_path / "whole", accumulate=2), memory=True)
     whole = pools.run(2, train, run)
     again = interrupted(pools, 2, replace(run, config=config(tmp_path / "cut", accumulate=2)), 2)
-    assert [other.bits() for other in again] == [one.bits() for one in whole]
+    assert [outcome.bits() for outcome in again] == [outcome.bits() for outcome in whole]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -64,23 +64,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_another_run_is_refused_before_anything_is_trained(pools: Pools, tmp_path: Path) -> None:
+def test_incompatible_run_is_refused_before_training(pools: Pools, tmp_path: Path) -> None:
     run = Run(config(tmp_path, epochs=1))
     pools.run(2, train, run)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    previous = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for change, message in REFUSED:
         for outcome in pools.run(2, train, replace(run, config=config(tmp_path, epochs=2, resume=True), **change)):
             assert outcome.error.startswith("CheckpointMismatch: ")
             assert message in outcome.error
             assert outcome.seen == []
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == previous
 
 
 @pytest.mark.parametrize(
     ("metric", "mode", "is_same"), [("loss", "min", True), ("loss", "max", False), ("acc", "min", False)]
 )
-def test_the_best_value_of_another_metric_or_mode_does_not_count(metric: str, mode: Any, is_same: bool) -> None:
-    # An accuracy was compared with the best loss: it was never saved as the best, or the training ended early.
+def test_best_value_of_another_metric_or_mode_is_ignored(metric: str, mode: Any, is_same: bool) -> None:
+    # An accuracy was compared with the best loss: it was never saved as the best, or the run ended early.
     stopping, state = EarlyStopping("loss"), RunState(may_go_on=False)
     for value in (1.0, 2.0):
         stopping.on_evaluation(Mock(metrics={"eval/loss": value}))

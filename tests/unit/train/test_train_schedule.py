@@ -17,7 +17,7 @@ SCALED = [
 
 
 @pytest.mark.parametrize(("lr", "rule", "batch", "base", "expected"), SCALED)
-def test_the_learning_rate_follows_the_global_batch(lr, rule, batch, base, expected) -> None:
+def test_learning_rate_follows_the_global_batch_size(lr, rule, batch, base, expected) -> None:
     assert scaled_lr(lr, rule, batch, base) == pytest.approx(expected, rel=1e-12)
 
 
@@ -29,21 +29,28 @@ FACTORS = [
     (0, "linear", None, 0.5, 4, [1, 7 / 8, 6 / 8, 5 / 8]),
     (2, "wsd", 2, 0.0, 6, [1 / 2, 1, 1, 1, 1, 1 / 2]),
     (1, "wsd", 4, 0.5, 6, [1, 1, 1, 7 / 8, 6 / 8, 5 / 8]),
-    (3, "wsd", 9, 0.0, 6, [1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3]),  # no longer than there are steps behind the warm-up
+    (3, "wsd", 9, 0.0, 6, [1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3]),  # at most the number of steps after the warm-up
     (0, "wsd", None, 0.0, 20, [1] * 19 + [1 / 2]),
-    (0, "wsd", None, 0.0, 4, [1, 1, 1, 1]),  # a tenth is less than a step: one, whose factor is still 1
+    (
+        0,
+        "wsd",
+        None,
+        0.0,
+        4,
+        [1, 1, 1, 1],
+    ),  # a tenth is less than a step, so the decay is one step, whose factor is still 1
 ]
 
 
 @pytest.mark.parametrize(("warmup", "decay", "decay_steps", "decay_to", "total", "expected"), FACTORS)
-def test_the_factor_follows_the_decay_to_where_it_ends(warmup, decay, decay_steps, decay_to, total, expected) -> None:
+def test_factor_follows_the_decay_to_its_end(warmup, decay, decay_steps, decay_to, total, expected) -> None:
     factors = [lr_factor(step, warmup, decay, total, decay_steps, decay_to) for step in range(total)]
     assert factors == pytest.approx(expected, rel=1e-12)
     if warmup < total:
         assert lr_factor(total, warmup, decay, total, decay_steps, decay_to) == pytest.approx(decay_to)
 
 
-def test_the_cosine_is_torchs() -> None:
+def test_cosine_equals_torch() -> None:
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=2.0)
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9, eta_min=0.2)

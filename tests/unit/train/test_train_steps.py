@@ -1,4 +1,4 @@
-"""Trainings of so many steps, evaluations in between, streams, the best checkpoint, and ReduceLROnPlateau."""
+"""Training for a number of steps, evaluations in between, streams, the best checkpoint, and ReduceLROnPlateau."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FALLING = {"warmup_steps": 2, "decay": "linear", "total_steps": 9}
 
 
 class Stream(IterableDataset[Any]):
-    """The points of a dataset, one after another; again and again if `endless`."""
+    """Streams the points of a dataset in order, repeating forever if `endless`."""
 
     def __init__(self, points: Points, endless: bool) -> None:
         self.points, self.endless = points, endless
@@ -54,11 +54,11 @@ class Stream(IterableDataset[Any]):
 
 @dataclass(frozen=True)
 class Case:
-    """A training of Points; its evaluations come to `losses`, one after another, if there are any."""
+    """A training of Points whose evaluations, if any, return `losses` in turn."""
 
     config: dict[str, Any]
     stream: str = ""
-    """``"endless"``, ``"short"``, or no stream."""
+    """``"endless"``, ``"short"``, or empty for a map-style dataset."""
     losses: Sequence[float] = ()
     plateau: dict[str, Any] | None = None
 
@@ -124,17 +124,17 @@ def train(world: World, case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize(("size", "stream"), [(1, ""), (2, "short")])
-def test_so_many_steps_equal_a_plain_loop_over_as_many_passes_as_it_takes(pools: Pools, size: int, stream: str) -> None:
+def test_max_steps_matches_a_plain_loop_over_the_needed_passes(pools: Pools, size: int, stream: str) -> None:
     in_order = list(GlobalBatchSampler(RUN.samples, RUN.batch_size, shuffle=False, rank=0, world_size=1))
     plain = weights_of(plain_loop(RUN, (3 * in_order)[:15]))
     for outcome in pools.run(size, train, Case({"max_steps": 15}, stream)):
         assert outcome.result.steps == 15
-        # Two passes of 45, and three batches; the last batch of a stream's pass counts as a whole one.
+        # Two passes of 45 samples and three batches; the last batch of a stream's pass counts as full.
         assert outcome.result.samples == (2 * 45 if not stream else 2 * 48) + 3 * 8
         assert relative_difference(outcome.weights, plain) < 1e-9
 
 
-def test_an_endless_stream_ends_after_max_steps(pools: Pools) -> None:
+def test_endless_stream_ends_after_max_steps(pools: Pools) -> None:
     case = Case({"max_steps": 9, "schedule": FALLING}, "endless")
     outcomes = pools.run(2, train, case)
     assert [len(outcome.seen) for outcome in outcomes] == [9, 9]
@@ -142,22 +142,22 @@ def test_an_endless_stream_ends_after_max_steps(pools: Pools) -> None:
 
 
 def lines(file: Path) -> list[tuple[int, list[str]]]:
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    return [(line["step"], sorted(line.keys() - {"step"})) for line in found]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [(line["step"], sorted(line.keys() - {"step"})) for line in rows]
 
 
-def test_evaluations_come_every_so_many_steps_and_after_the_last_one(pools: Pools, tmp_path: Path) -> None:
+def test_evaluations_run_at_the_interval_and_after_the_last_step(pools: Pools, tmp_path: Path) -> None:
     file = tmp_path / "m"
     config = {"max_steps": 10, "evaluate_every": 4, "log_every": 3, "metrics_file": str(file)}
     pools.run(2, train, Case(config, losses=[3.0, 2.0, 1.0]))
     line, evaluation = ["lr", "train/loss"], ["eval/loss"]
-    # An epoch has 6 steps, at whose end there is a line.
+    # An epoch has 6 steps and ends with a metrics line.
     expected = [(3, line), (4, evaluation), (6, line), (8, evaluation), (9, line), (10, line), (10, evaluation)]
     assert lines(file) == expected
 
 
 BEST = {
-    # metrics of steps 2, 4, 6, 8; the direction; the best step; the steps that are saved, and those kept with keep=1
+    # metrics of steps 2, 4, 6, 8; the mode; the best step; the saved steps, and those kept with keep=1
     "the largest": ([4.0, 1.0, 5.0, 3.0], "max", 6, [2, 6, 8], [6, 8]),
     "NaN is never best": ([float("nan"), 2.0, float("nan"), 3.0], None, 4, [4, 8], [4, 8]),
 }
@@ -171,7 +171,7 @@ def quiet_train(world: World, case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize(("losses", "best", "step", "saved", "kept"), BEST.values(), ids=BEST)
-def test_the_best_evaluation_is_kept_and_its_weights_are_those_at_the_end(
+def test_best_evaluation_is_kept_and_its_weights_restored_at_the_end(
     pools: Pools, tmp_path: Path, losses: list[float], best: str | None, step: int, saved: list[int], kept: list[int]
 ) -> None:
     config = {"max_steps": 8, "evaluate_every": 2, "checkpoint_dir": str(tmp_path), "keep": 1, "checkpoint_every": 99}
@@ -187,7 +187,7 @@ def test_the_best_evaluation_is_kept_and_its_weights_are_those_at_the_end(
 @pytest.mark.parametrize(
     ("size", "options"), [(2, {"factor": 0.5, "patience": 1}), (1, {"mode": "max", "patience": 0, "cooldown": 1})]
 )
-def test_plateau_takes_the_rates_that_torchs_own_takes(pools: Pools, size: int, options: dict[str, Any]) -> None:
+def test_plateau_uses_the_same_rates_as_torch(pools: Pools, size: int, options: dict[str, Any]) -> None:
     losses = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0, 3.5, 3.4, 3.3]
     parameter = nn.Parameter(torch.zeros(1))
     theirs = torch.optim.SGD([parameter], lr=LR)
@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def test_what_cannot_work_is_one_line_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+def test_invalid_setups_are_one_line_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     for messages in pools.run(2, refused, str(tmp_path)):
         for mistake, said in zip(REFUSED, messages, strict=True):
             assert said.startswith(REFUSED[mistake][2]), mistake

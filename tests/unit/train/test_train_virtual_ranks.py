@@ -1,4 +1,4 @@
-"""Virtual ranks in the Trainer: weights, optimizer and metrics with the same bits on any number of ranks."""
+"""Virtual ranks in the Trainer: bit-identical weights, optimizer and metrics on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ranks import Pools, run_ranks
 from trainings import Interrupted, Settings, digest, interruption, refusal
 
 SAMPLES, BATCH, SLICES = 3 * 16 + 5, 16, 8
-"""The last batch has 5 samples, so that three of 8 slices are empty."""
+"""The last batch has 5 samples, so 3 of 8 slices are empty."""
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Pictures of four kinds with noise, which is drawn whenever one is asked for."""
+    """Pictures of four classes with noise drawn on every access."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self.x = torch.randn(samples, 2, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -54,7 +54,7 @@ def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 
 def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
-    """What an evaluation sums, with noise of its own."""
+    """Return the sums of an evaluation, with random noise."""
     x, y = batch
     logits = module(x + 0.1 * torch.randn(x.shape)).float()
     return {"loss": F.cross_entropy(logits, y, reduction="sum"), "right": (logits.argmax(1) == y).sum()}, len(y)
@@ -71,7 +71,7 @@ def config(folder: Path | None = None, **options: Any) -> Settings:
 def trained(
     world: World, config: Settings, stop_after: int | None = None, check: int = 0, sharded: bool = False
 ) -> dict[str, Any]:
-    """Train on this rank; what must have the same bits."""
+    """Train on this rank; return everything that must be bit-identical."""
     module = network()
     model = DistributedDataParallel(module, virtual_ranks=config.virtual_ranks, check_compute_every=check or None)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -94,15 +94,15 @@ def trained(
 
 
 def test_bits_and_metrics_are_the_same_on_1_2_and_4_ranks(pools: Pools) -> None:
-    """In single precision they are compared where a run is resumed on other ranks."""
+    """Single precision is covered by the test that resumes on other ranks."""
     fp16 = config(precision="fp16")
     [alone] = pools.run(1, trained, fp16)
-    assert alone["steps"] >= 6  # a GradScaler skips two
+    assert alone["steps"] >= 6  # the GradScaler skips two
     for outcome in (*pools.run(2, trained, fp16), *pools.run(4, trained, fp16)):
         assert outcome == alone
 
 
-def test_slices_that_are_computed_twice_count_once(pools: Pools) -> None:
+def test_slices_computed_twice_count_once(pools: Pools) -> None:
     [alone] = pools.run(1, trained, config(epochs=1))
     for outcome in pools.run(2, trained, config(epochs=1), None, 1):
         assert outcome == alone
@@ -114,17 +114,15 @@ def test_bits_are_the_same_over_gloo_and_on_8_ranks(pools: Pools) -> None:
     [alone] = pools.run(1, trained, bf16)
     for size, backend in ((4, "gloo"), (8, None)):
         for outcome in run_ranks(size, trained, bf16, None, 0, True, backend=backend):
-            del outcome["optimizer"]  # each rank's share
+            del outcome["optimizer"]  # sharded across ranks
             assert outcome.items() <= alone.items()
 
 
-# -- resumed on another number of ranks -----------------------------------------------------------------------------
+# -- resume on another number of ranks ------------------------------------------------------------------------------
 
 
-def test_resumed_in_mid_epoch_on_other_ranks_it_has_the_bits_of_one_that_was_not_stopped(
-    pools: Pools, tmp_path: Path
-) -> None:
-    # From step 2 to 3 and from 5 to 6 a line of metrics is under way, whose losses other ranks have added up.
+def test_resume_mid_epoch_on_other_ranks_matches_an_uninterrupted_run(pools: Pools, tmp_path: Path) -> None:
+    # From step 2 to 3 and from 5 to 6 a metrics line is pending, whose losses other ranks have accumulated.
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     [alone] = pools.run(1, trained, config(whole))
     pools.run(4, trained, config(parts), 2)
@@ -136,12 +134,12 @@ def test_resumed_in_mid_epoch_on_other_ranks_it_has_the_bits_of_one_that_was_not
 
 
 def resumed(world: World, folder: Path) -> list[str]:
-    """Resume with other numbers of slices; the refusals."""
+    """Resume with other numbers of slices; return the refusals."""
     more = {"epochs": 1, "resume": True, "allow_changed_settings": True}
     return [refusal(trained, world, config(folder, virtual_ranks=count, **more)) for count in (4, None)]
 
 
-def test_another_number_of_slices_is_refused_at_a_resume(pools: Pools, tmp_path: Path) -> None:
+def test_resume_with_another_number_of_slices_is_refused(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, trained, config(tmp_path, epochs=1), 2)
     for messages in pools.run(2, resumed, tmp_path):
         for message, count in zip(messages, (4, None), strict=True):
@@ -152,7 +150,7 @@ def test_another_number_of_slices_is_refused_at_a_resume(pools: Pools, tmp_path:
 
 
 def beside_plain_loops(world: World, is_shared: bool) -> tuple[list[Any], list[str]]:
-    """Train models with 2 and 4 slices, and read their loaders, or other ones, in plain loops; what both have seen."""
+    """Train models with 2 and 4 slices and read the loaders in plain loops; return the observed samples."""
 
     def loaders() -> list[DataLoader]:
         return [DataLoader(Pictures(), size, shuffle=True) for size in (BATCH, 12)]
@@ -180,8 +178,8 @@ def beside_plain_loops(world: World, is_shared: bool) -> tuple[list[Any], list[s
     return models, plain
 
 
-def test_plain_loops_and_models_with_other_numbers_of_slices_share_loaders(pools: Pools) -> None:
-    """A loader stayed cut, so that "for x, y in loader" took two slices for x and y, and other numbers were refused."""
+def test_plain_loops_and_models_with_different_slice_counts_share_loaders(pools: Pools) -> None:
+    """A loader kept its slices, so "for x, y in loader" took two slices for x and y, and other counts were refused."""
     outcomes = set()
     for size in (1, 2):
         together = pools.run(size, beside_plain_loops, True)
@@ -194,7 +192,7 @@ def test_plain_loops_and_models_with_other_numbers_of_slices_share_loaders(pools
 
 
 def trainer(loader: DataLoader, **options: Any) -> None:
-    """Make a Trainer with virtual ranks, which trains nothing."""
+    """Build a Trainer with virtual ranks, without training."""
     model = DistributedDataParallel(network(), virtual_ranks=SLICES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     Trainer(model, optimizer, loss, loader, config(evaluate_every=None, **options))
@@ -224,7 +222,7 @@ def refused(world: World) -> list[str]:
     return [refusal(mistake) for mistake, _ in MISTAKES.values()]
 
 
-def test_a_mistake_is_refused_in_one_line_before_training(pools: Pools) -> None:
+def test_mistakes_are_refused_in_one_line_before_training(pools: Pools) -> None:
     for messages in pools.run(2, refused):
         for mistake, message in zip(MISTAKES, messages, strict=True):
             assert MISTAKES[mistake][1] in message, mistake
