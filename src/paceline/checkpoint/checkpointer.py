@@ -18,9 +18,8 @@ from typing import Any, Literal, TypeVar, cast
 from torch.optim import Optimizer
 
 from paceline.checkpoint import captures, state_codec
-from paceline.checkpoint import metadata as notes
 from paceline.checkpoint.due_saves import DueSaves, SaveInterval
-from paceline.checkpoint.metadata import Keep
+from paceline.checkpoint.metadata import Keep, Notes
 from paceline.checkpoint.optimizer_states import forget_changed, was_trained
 from paceline.checkpoint.recovery import Contents, History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
@@ -212,7 +211,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if step and not self._recovery.boundary.has_seen_steps:
             _forget_changed_settings(entries)
         self._finish(world)  # only one save is written at a time
-        order, captured = capture_all(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
+        order, captured = capture_all(world, step, entries, lambda: self._keep.note(Notes.of(metadata, protect)))
         if world.rank != 0:
             captures.hand_over(captured[-1])
         path = consensus.decide(world, lambda: str(self._rank_0s.save(order, captured)))

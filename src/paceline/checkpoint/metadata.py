@@ -12,13 +12,15 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.checkpoint import state_codec, verify
+from paceline.checkpoint import manifest, state_codec
 from paceline.checkpoint.state_codec import Encoder, Unencodable
 from paceline.core import consensus, strict_json
 from paceline.core.stacks import warn
 from paceline.errors import CheckpointWarning, UsageError
 
-NAME = "metadata.json"  # also the file's role in the manifest
+METADATA = "metadata.json"
+"""Name of the file, and its role in the manifest."""
+_BETTER = ("max", "min")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,61 @@ class Notes:
     keep_best: tuple[str, str] | None = None
     """The key in the metadata that decides which checkpoint is best, and "max" or "min"."""
 
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
+        """Check the arguments of a save, and return them as notes; tensors with one element become numbers."""
+        if metadata is not None and (
+            not isinstance(metadata, Mapping) or any(type(key) is not str for key in metadata)
+        ):
+            raise UsageError(f"metadata must be a dict with string keys, not {strict_json.shown(metadata)}")
+        if not isinstance(protect, bool):
+            raise UsageError(f"protect must be True or False, not {protect!r}")
+        numbers = {
+            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            for key, value in (metadata or {}).items()
+        }
+        encoder = Encoder()
+        try:
+            encoder.encode(numbers)
+        except Unencodable as error:
+            raise UsageError(f"metadata{error.path} {error.reason}; give numbers, strings, lists and dicts") from None
+        if encoder.tensors:
+            raise UsageError(f"metadata contains the tensor {min(encoder.tensors)!r}; register an object that holds it")
+        return cls(numbers, protect)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Notes:
+        """Parse the bytes of a ``metadata.json``."""
+        body = strict_json.parse(raw)
+        if not isinstance(body, dict) or body.keys() - {"keep_best"} != {"protected", "metadata"}:
+            raise ValueError("it has unexpected entries")
+        if type(body["protected"]) is not bool:
+            raise ValueError("its entry 'protected' is not true or false")
+        metadata = state_codec.decode(body["metadata"], {})
+        if not isinstance(metadata, dict):
+            raise ValueError("its metadata is not a dict")
+        rule = body.get("keep_best")
+        if rule is not None:
+            if not isinstance(rule, list) or [type(part) for part in rule] != [str, str] or rule[1] not in _BETTER:
+                raise ValueError("its entry 'keep_best' is not a name with 'max' or 'min'")
+            rule = rule[0], rule[1]
+        return cls(metadata, body["protected"], rule)
+
+    @classmethod
+    def read(cls, folder: Path) -> Notes:
+        """Return the notes in the checkpoint `folder`; notes that cannot be read count as protected."""
+        try:
+            path = folder / METADATA
+            return cls.parse(manifest.read_document(path)) if METADATA in os.listdir(folder) else cls()
+        except (OSError, ValueError, manifest.Damaged):  # deleting a protected checkpoint could not be undone
+            return cls(protected=True)
+
+    @classmethod
+    def read_verified(cls, folder: Path, step: int) -> Notes:
+        """Return the notes in the checkpoint `folder` of `step`, verified against its manifest."""
+        file = manifest.read_manifest(folder, step).file(METADATA)
+        return cls() if file is None else manifest.read_listed(folder, file, cls.parse)
+
     def __bool__(self) -> bool:
         return bool(self.metadata) or self.protected
 
@@ -39,67 +96,6 @@ class Notes:
         if self.keep_best is not None:
             body["keep_best"] = list(self.keep_best)
         return strict_json.render(body, indent=1) + b"\n"
-
-
-def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
-    """Return the arguments of a save as notes; tensors with one element become numbers."""
-    if metadata is not None and (not isinstance(metadata, Mapping) or any(type(key) is not str for key in metadata)):
-        raise UsageError(f"metadata must be a dict with string keys, not {strict_json.shown(metadata)}")
-    if not isinstance(protect, bool):
-        raise UsageError(f"protect must be True or False, not {protect!r}")
-    numbers = {
-        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        for key, value in (metadata or {}).items()
-    }
-    encoder = Encoder()
-    try:
-        encoder.encode(numbers)
-    except Unencodable as error:
-        raise UsageError(f"metadata{error.path} {error.reason}; give numbers, strings, lists and dicts") from None
-    if encoder.tensors:
-        raise UsageError(f"metadata contains the tensor {min(encoder.tensors)!r}; register an object that holds it")
-    return Notes(numbers, protect)
-
-
-def parse(raw: bytes) -> Notes:
-    """Parse the bytes of a ``metadata.json``."""
-    body = strict_json.parse(raw)
-    if not isinstance(body, dict) or body.keys() - {"keep_best"} != {"protected", "metadata"}:
-        raise ValueError("it has unexpected entries")
-    if type(body["protected"]) is not bool:
-        raise ValueError("its entry 'protected' is not true or false")
-    metadata = state_codec.decode(body["metadata"], {})
-    if not isinstance(metadata, dict):
-        raise ValueError("its metadata is not a dict")
-    return Notes(metadata, body["protected"], _ranking_in(body.get("keep_best")))
-
-
-def _ranking_in(entry: Any) -> tuple[str, str] | None:
-    if entry is None:
-        return None
-    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str] or entry[1] not in ("max", "min"):
-        raise ValueError("its entry 'keep_best' is not a name with 'max' or 'min'")
-    return entry[0], entry[1]
-
-
-def read(folder: Path) -> Notes:
-    """Return the notes in the checkpoint `folder`; notes that cannot be read count as protected."""
-    try:
-        return parse(verify.read_document(folder / NAME)) if NAME in os.listdir(folder) else Notes()
-    except (OSError, ValueError, verify.Damaged):  # deleting a protected checkpoint could not be undone
-        return Notes(protected=True)
-
-
-def read_verified(folder: Path, step: int) -> Notes:
-    """Return the notes in the checkpoint `folder` of `step`, verified against its manifest."""
-    file = verify.read_manifest(folder, step).file(NAME)
-    if file is None:
-        return Notes()
-    return verify.read_listed(folder, file, parse)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)  # also NumPy's numbers
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ class Keep:
             raise UsageError(f"keep must be a whole number >= 1, not {self.newest!r}")
         if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
             raise UsageError(f"keep_best must be the name of a number in the metadata, not {self.metric!r}")
-        if self.better not in ("max", "min"):
+        if self.better not in _BETTER:
             raise UsageError(f"best must be max or min, not {self.better!r}")
 
     def note(self, notes: Notes) -> Notes:
@@ -142,7 +138,7 @@ class Keep:
         pick = max if self.better == "max" else min
         return pick(numbers, key=numbers.__getitem__, default=None)
 
-    def doomed(self, steps: Sequence[int], saved: int, notes: Mapping[int, Notes]) -> list[int]:
+    def outdated(self, steps: Sequence[int], saved: int, notes: Mapping[int, Notes]) -> list[int]:
         """Return the `steps` to delete once `saved` is durable, in ascending order.
 
         Later steps are kept: they were saved before the run was resumed from an earlier step.
@@ -150,3 +146,7 @@ class Keep:
         old = [step for step in steps if step <= saved][: -self.newest]
         best = self.best(notes) if self.metric else None
         return [step for step in old if step != best and not notes[step].protected]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)  # also NumPy's numbers

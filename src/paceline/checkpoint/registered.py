@@ -1,4 +1,4 @@
-"""A registered object: captures its state, and compares and loads saved states."""
+"""Objects that can be registered with a Checkpointer: capture their states, and compare and load saved states."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from paceline.core.optimizer_shards import Assembly, Window
 from paceline.core.torch_distributed import has_sharded
 from paceline.core.unwrapping import AveragingWrapper, unwrap
 from paceline.errors import CheckpointMismatch, PacelineError, UsageError
-
-# Protocols of the objects that can be registered with a Checkpointer.
 
 
 class Stateful(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint import captures, manifest, safetensors_file, state_codec, verify
+from paceline.checkpoint import captures, manifest, safetensors_file, state_codec
 from paceline.checkpoint.manifest import GENERATORS, RANK_ROLE, File, Manifest
 from paceline.checkpoint.optimizer_states import follow
 from paceline.checkpoint.registered import Mergeable, Outline, Registered
@@ -65,8 +65,8 @@ class Saved:
         def read() -> Any:
             path, listed = choose()
             try:
-                state = strict_json.parse(verify.read_document(path / manifest.STATE))
-            except (ValueError, verify.Damaged) as error:
+                state = strict_json.parse(manifest.read_document(path / manifest.STATE))
+            except (ValueError, manifest.Damaged) as error:
                 raise malformed(path, error) from None
             return {"path": str(path), "manifest": listed.render().decode("ascii"), "state": state}
 

@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import metadata
 from paceline.checkpoint.captures import Capture
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.metadata import Keep
+from paceline.checkpoint.manifest import Manifest, Value, read_whole
+from paceline.checkpoint.metadata import Keep, Notes
 from paceline.checkpoint.saving import Save, Writer, parts
-from paceline.checkpoint.step_folders import Storage, Value, intact, newest, steps_in
+from paceline.checkpoint.step_folders import Storage, intact, newest, steps_in
 from paceline.checkpoint.step_names import step_name
-from paceline.checkpoint.verify import read_whole
 from paceline.core.missing_ranks import called_by_all
 from paceline.core.spans import CHECKPOINT, recorder
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
@@ -87,7 +85,7 @@ class RunFolder:
             if self._rescued(step) is not None:  # a rescued checkpoint has no metadata
                 return {}
             step = self._on_disk(None)[1].step if step is None else step
-            return self._read(step, metadata.read_verified).metadata
+            return self._read(step, Notes.read_verified).metadata
 
     def choose(self, step: int | None) -> tuple[Path, Manifest]:
         """Return the checkpoint of `step`, or the newest intact checkpoint, after a background save has ended."""

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import captures, manifest, safetensors_file, step_folders
-from paceline.checkpoint import metadata as notes
 from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.manifest import RANK_ROLE, File, Manifest
-from paceline.checkpoint.metadata import Keep, Notes
+from paceline.checkpoint.metadata import METADATA, Keep, Notes
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.state_codec import Encoder
 from paceline.checkpoint.step_folders import Storage, reason
@@ -27,37 +26,6 @@ from paceline.core.stacks import warn
 from paceline.core.torch_distributed import local_of
 from paceline.core.world import World
 from paceline.errors import CheckpointError, CheckpointWarning, DesyncError, UsageError
-
-# Memory for the copy of rank 0's states that a background save writes.
-
-
-class Staging:
-    """Memory for one copy of rank 0's states, reused by every save because new pages are expensive."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[int, str], torch.Tensor] = {}
-        """The copies, by the number of the capture and the name of the tensor."""
-
-    def copies(self, captures: Sequence[Capture]) -> list[Capture]:
-        """Return copies of `captures` on the CPU, overwriting the previous copies."""
-        return [
-            replace(capture, tensors={name: self._copy((number, name), of) for name, of in capture.tensors.items()})
-            for number, capture in enumerate(captures)
-        ]
-
-    def _copy(self, key: tuple[int, str], tensor: torch.Tensor) -> torch.Tensor:
-        memory = self._memory.get(key)
-        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
-            try:
-                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
-            except RuntimeError as error:  # raised by torch if memory is exhausted
-                raise MemoryError(f"not enough memory for a copy of {tensor.nbytes} bytes ({error})") from error
-            self._memory[key] = memory
-        return memory.copy_(tensor)
-
-
-# A save on every rank: states are captured, the ranks agree, and rank 0 writes the states of all ranks.
-
 
 Part = tuple[int | None, Capture]
 """A rank and its own states, or None and the state of a shared object."""
@@ -200,7 +168,7 @@ def write(store: Storage, order: Save, draft: Path, states: Iterable[Part]) -> P
                 add(path, role, content, rank=rank, tensors=specs, aliases=dict(capture.aliases))
                 strike("write")
         if order.notes:
-            add(notes.NAME, notes.NAME, [order.notes.render()])
+            add(METADATA, METADATA, [order.notes.render()])
         state = {"step": order.step, "objects": objects, "ranks": ranks}
         add(manifest.STATE, "state", [strict_json.render(state)])
         listed = Manifest(order.step, order.world_size, str(torch.__version__), _paceline_version(), tuple(files))
@@ -306,6 +274,31 @@ class Writer:
             f"rank 0 could not save step {order.step} to {self._store.path(order.step)}: {why}; earlier checkpoints "
             "are intact; remove the cause and save again"
         )
+
+
+class Staging:
+    """Memory for one copy of rank 0's states, reused by every save because new pages are expensive."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[int, str], torch.Tensor] = {}
+        """The copies, by the number of the capture and the name of the tensor."""
+
+    def copies(self, captures: Sequence[Capture]) -> list[Capture]:
+        """Return copies of `captures` on the CPU, overwriting the previous copies."""
+        return [
+            replace(capture, tensors={name: self._copy((number, name), of) for name, of in capture.tensors.items()})
+            for number, capture in enumerate(captures)
+        ]
+
+    def _copy(self, key: tuple[int, str], tensor: torch.Tensor) -> torch.Tensor:
+        memory = self._memory.get(key)
+        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+            try:
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
+            except RuntimeError as error:  # raised by torch if memory is exhausted
+                raise MemoryError(f"not enough memory for a copy of {tensor.nbytes} bytes ({error})") from error
+            self._memory[key] = memory
+        return memory.copy_(tensor)
 
 
 def _warn_about(errors: Iterable[CheckpointError]) -> None:

@@ -1,7 +1,7 @@
-"""Signals that ask the training to stop. All ranks agree on a last step, save it and exit.
+"""Signals that ask the training to stop, and Ctrl-C in a single process.
 
-Ranks exchange their requests at the barrier before every optimizer step. Without a barrier, they exchange them with a
-small collective about once a second.
+On a signal, all ranks agree on a last step, save it and exit. They exchange their requests at the barrier before every
+optimizer step. Without a barrier, they exchange them with a small collective about once a second.
 """
 
 from __future__ import annotations
@@ -26,54 +26,6 @@ from paceline.core.host import handles
 from paceline.core.missing_ranks import named_ranks
 from paceline.core.step_progress import ECHO_S, STOP_SIGNALS, StepRecord, Stopping
 from paceline.errors import CommunicationError, Preempted
-
-# Delays Ctrl-C in a single process until a step, a save or a restore is complete.
-
-
-class Interrupts:
-    """Context manager that delays Ctrl-C until :meth:`check` or the end of the block.
-
-    A second Ctrl-C raises immediately. The context manager has no effect if it is nested or if other code handles
-    SIGINT. It also has no effect in a thread, or in the ranks of a job, which the launcher ends together.
-    """
-
-    def __init__(self) -> None:
-        self._pending = False  # whether Ctrl-C was pressed
-        self._installed = False  # whether this object handles SIGINT
-
-    def check(self) -> None:
-        """Raise ``KeyboardInterrupt`` if Ctrl-C was pressed. Call this only at points that allow a resume."""
-        if self._pending:
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._pending:
-            signal.default_int_handler(number, frame)
-        self._pending = True
-
-    def __enter__(self) -> Interrupts:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        is_unhandled = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if is_unhandled and consensus.is_alone():
-            signal.signal(signal.SIGINT, self._note)
-            self._installed = True
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._installed = False
-        if self._pending and not isinstance(error, KeyboardInterrupt):
-            # Ctrl-C may also have caused this error, because the terminal interrupts the DataLoader's workers as well.
-            raise KeyboardInterrupt from error
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the block or the decorated function has ended; see :class:`Interrupts`."""
-    with Interrupts():
-        yield
-
 
 ASK_S = 1.0
 """Approximate time between two exchanges without a barrier."""
@@ -129,8 +81,8 @@ class StopRequests:
             number = self._pipes.pop(reader)
             faulthandler.unregister(number)  # a second signal ends the process
             self.note(number, None)
-        wishes = self._boundary.wishes if self._boundary.barrier is not None else self._wishes()
-        return next((number for bit, number in enumerate(STOP_SIGNALS) if wishes & 1 << bit), None)
+        requests = self._boundary.all_requests if self._boundary.barrier is not None else self._exchanged()
+        return next((number for bit, number in enumerate(STOP_SIGNALS) if requests & 1 << bit), None)
 
     def end(self, number: signal.Signals) -> NoReturn:
         """Report to the launcher that all ranks have saved the last step because of signal `number`, and exit."""
@@ -167,7 +119,7 @@ class StopRequests:
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle signal `number`: record the first request, and end the process on the second."""
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
-        is_second = bool(self._boundary.wish) and now - self._noted > ECHO_S
+        is_second = bool(self._boundary.requests) and now - self._noted > ECHO_S
         # In a forked child, and after a close() outside the main thread, the signal has its default effect.
         if os.getpid() != self._process or is_second or self._is_closed:
             signal.signal(number, signal.SIG_DFL)
@@ -180,24 +132,24 @@ class StopRequests:
                 f"rank {barrier.rank}: {named_ranks(gone)} ended; look for the error of that rank"
             ).because_of(gone)
         # Only the first request sets the time, so that echoes do not postpone the second request.
-        if not self._boundary.wish:
+        if not self._boundary.requests:
             self._noted = now
-        self._boundary.wish |= bit
+        self._boundary.requests |= bit
         self._publish(Stopping.ASKED)
 
-    def _wishes(self) -> int:
+    def _exchanged(self) -> int:
         """Return the requests of all ranks if it is time to exchange them, otherwise 0."""
         world, step = consensus.here(), self._boundary.step
         if world.size == 1:
-            return self._boundary.wish
+            return self._boundary.requests
         if step < self._ask or self._boundary.joins:
             return 0
         now, (asked_step, at) = time.monotonic(), self._asked
         # Number of steps until the next exchange; all ranks use rank 0's number.
         steps = int((step - asked_step) * ASK_S / max(now - at, 1e-9)) if at else 1
-        answers = consensus.gather(world, [self._boundary.wish, max(1, min(steps, 2 * (step - asked_step)))])
+        answers = consensus.gather(world, [self._boundary.requests, max(1, min(steps, 2 * (step - asked_step)))])
         self._asked, self._ask = (step, now), step + int(answers[0][1])
-        return reduce(or_, (int(wish) for wish, _ in answers))
+        return reduce(or_, (int(requests) for requests, _ in answers))
 
     def _publish(self, state: Stopping, number: int = 0) -> None:
         if self._record is not None and self._record.stopping is not Stopping.SAVED:  # SAVED is final
@@ -237,3 +189,48 @@ def _is_unhandled(number: signal.Signals) -> bool:
         return handler is signal.default_int_handler and not consensus.is_alone()
     # getsignal() does not see handlers in C, such as faulthandler's.
     return handler == signal.SIG_DFL and not handles(os.getpid(), number)
+
+
+class Interrupts:
+    """Context manager that delays Ctrl-C until :meth:`check` or the end of the block.
+
+    A second Ctrl-C raises immediately. The context manager has no effect if it is nested or if other code handles
+    SIGINT. It also has no effect in a thread, or in the ranks of a job, which the launcher ends together.
+    """
+
+    def __init__(self) -> None:
+        self._pending = False  # whether Ctrl-C was pressed
+        self._installed = False  # whether this object handles SIGINT
+
+    def check(self) -> None:
+        """Raise ``KeyboardInterrupt`` if Ctrl-C was pressed. Call this only at points that allow a resume."""
+        if self._pending:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._pending:
+            signal.default_int_handler(number, frame)
+        self._pending = True
+
+    def __enter__(self) -> Interrupts:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        is_unhandled = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_unhandled and consensus.is_alone():
+            signal.signal(signal.SIGINT, self._note)
+            self._installed = True
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._installed = False
+        if self._pending and not isinstance(error, KeyboardInterrupt):
+            # Ctrl-C may also have caused this error, because the terminal interrupts the DataLoader's workers as well.
+            raise KeyboardInterrupt from error
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay Ctrl-C until the block or the decorated function has ended; see :class:`Interrupts`."""
+    with Interrupts():
+        yield

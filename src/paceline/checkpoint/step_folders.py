@@ -28,169 +28,28 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from paceline.checkpoint import metadata as notes
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import Damaged, Manifest, Value, read_manifest, read_whole
 from paceline.checkpoint.metadata import Keep, Notes
 from paceline.checkpoint.safetensors_file import spec_of
 from paceline.checkpoint.step_names import step_name, step_of
-from paceline.checkpoint.verify import Damaged, read_manifest, read_whole
 from paceline.core.failpoints import strike
 from paceline.core.messages import nbytes
 from paceline.core.stacks import warn
 from paceline.errors import CheckpointError, CheckpointWarning, NoCheckpoint, UsageError
 
-# A lock on a folder, released when the process that holds it ends.
-
-
+_OURS = re.compile(r"\.(writing|replaced|deleted)-([^.]+)(?:\.1)*")
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
 UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """Errors of a file system that does not support an operation."""
-
-
-class FolderLock:
-    """An exclusive ``flock`` on `folder` itself, so that no lock file is left behind.
-
-    Forked children (DataLoader workers) close the descriptor immediately, so that they do not keep the lock if they
-    outlive this process.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self._descriptor)
-        """Closes the descriptor once; other processes that share it keep the lock."""
-        self._close.atexit = False  # the rescue at exit needs the lock
-        os.register_at_fork(after_in_child=self._close)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"another run is using the checkpoint folder {folder} on rank 0's host; end that run, close() its "
-                "Checkpointer if it is in this process, or choose another folder"
-            ) from None
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
-            warn(
-                f"the file system of the checkpoint folder {folder} does not support locks "
-                f"({error.strerror}); make sure that no other run uses it",
-                CheckpointWarning,
-            )
-
-    def is_on(self, folder: Path) -> bool:
-        """Return whether the folder at this path is still the locked folder, and has not been replaced."""
-        current, locked = os.stat(folder), os.fstat(self._descriptor)
-        return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
-
-    def release(self) -> None:
-        """Release the lock, if it is held."""
-        if self._close.alive:
-            # Closing is not enough while a forked child still has the descriptor.
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self._close()
-
-
-# Compares free space with the size of a save before anything is written.
-
-
+MOST_CHANGES = 100
+"""How often a running job may change the checkpoints that :func:`newest` reads."""
 PER_TENSOR = 512
 """Bytes for a tensor's entries in the header, the manifest and ``state.json``."""
 MARGIN = 64 * 2**10
 """Bytes for plain values, and for rounding to whole blocks."""
-
-
-def needed(tensors: Collection[torch.Tensor]) -> int:
-    """Return the number of bytes that `tensors` need in a checkpoint, without :data:`MARGIN`."""
-    return sum(spec_of(tensor).nbytes for tensor in tensors) + PER_TENSOR * len(tensors)
-
-
-def check_room(folder: Path, size: int) -> None:
-    """Check that the file system of `folder` has space for `size` bytes, if it reports its free space."""
-    free = _free(folder)
-    if free is not None and free < size + MARGIN:
-        figures = f"{nbytes(size + MARGIN)} are needed, but only {nbytes(free)} are free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {figures}")
-
-
-def nothing_is_kept(error: OSError, folder: Path) -> str:
-    """Return the message for ranks that cannot rescue steps because the job's `folder` is full."""
-    return (
-        "a failure will cost the steps since the last save on disk, because the job's folder is full "
-        f"({folder.parent.parent}: {error.strerror or error}); enlarge it (in a container: docker run --shm-size=8g), "
-        "or choose another folder with PACELINE_JOBS"
-    )
-
-
-def _free(folder: Path) -> int | None:
-    """Return the free bytes of the file system of `folder`; None if it does not report them."""
-    try:
-        about = os.statvfs(folder)
-    except OSError:
-        return None  # the write will report the problem
-    if about.f_blocks == 0:
-        return None  # on some network file systems
-    blocks = about.f_bfree if os.geteuid() == 0 else about.f_bavail  # some blocks are reserved for root
-    return blocks * about.f_frsize
-
-
-Value = TypeVar("Value")
-_OURS = re.compile(r"\.(writing|replaced|deleted)-([^.]+)(?:\.1)*")
-FOLDER_MODE, FILE_MODE = 0o700, 0o600
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a folder or a link in `folder`, intact or damaged, in ascending order."""
-    try:
-        folders = [entry.name for entry in os.scandir(folder) if entry.is_symlink() or entry.is_dir()]
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint folder {folder} cannot be read: {reason(error)}; restore the folder"
-        ) from error
-    return sorted(step for step in map(step_of, folders) if step is not None)
-
-
-def identity(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when the folder `path` is replaced or loses a file; None if it does not exist."""
-    try:
-        about = os.stat(path, follow_symlinks=os.path.exists(path))  # a link that cannot be followed exists, too
-    except OSError:
-        return None
-    return about.st_ino, about.st_mtime_ns
-
-
-def newest(folder: Path, named: set[int], read: Callable[[Path, int], Value]) -> tuple[Path, Value] | None:
-    """Return the path of the newest intact checkpoint in `folder` and the result of `read` for it, or None.
-
-    Warn about each damaged one, unless its step is in `named`, and add it to `named`. If a running job deletes or
-    replaces a checkpoint while it is read, start over with the newest.
-    """
-    steps = steps_in(folder)
-    while steps:
-        step = steps.pop()
-        path = folder / step_name(step)
-        before = identity(path)
-        try:
-            return path, read(path, step)
-        except (Damaged, CheckpointError) as error:
-            if before is None or identity(path) != before:
-                steps = steps_in(folder)
-            elif isinstance(error, CheckpointError):
-                raise
-            elif step not in named:
-                named.add(step)
-                warn(f"the checkpoint {path} is damaged and skipped: {error}", CheckpointWarning)
-    return None
-
-
-def intact(path: Path, step: int, read: Callable[[Path, int], Value]) -> Value:
-    """Return the result of `read` for the checkpoint `path` of `step`; raise if it is damaged."""
-    try:
-        return read(path, step)
-    except Damaged as damage:
-        fault = f"is damaged: {damage}" if os.path.lexists(path) else "was deleted while it was read"
-        raise NoCheckpoint(f"the checkpoint {path} {fault}; choose another step, or the newest intact one") from None
 
 
 class Storage:
@@ -299,14 +158,14 @@ class Storage:
 
     def notes(self) -> dict[int, Notes]:
         """Return the notes of every step."""
-        return {step: notes.read(self.path(step)) for step in self.steps()}
+        return {step: Notes.read(self.path(step)) for step in self.steps()}
 
     def prune(self, step: int, keep: Keep) -> None:
         """Delete the checkpoints that `keep` does not need after the save of `step`; the next save retries failures."""
         with self.settled, suppress(OSError, CheckpointError):
             all_notes = self.notes()
-            for doomed in keep.doomed(sorted(all_notes), step, all_notes):
-                self._delete(self.path(doomed), doomed)
+            for outdated in keep.outdated(sorted(all_notes), step, all_notes):
+                self._delete(self.path(outdated), outdated)
 
     def warn_of_later(self, step: int) -> None:
         """Warn, once, if there are later steps than `step`, which was just saved."""
@@ -385,6 +244,107 @@ def _make(folder: Path) -> None:
         folder.mkdir(FOLDER_MODE, exist_ok=True)
 
 
+class FolderLock:
+    """An exclusive ``flock`` on `folder` itself, which leaves no lock file behind and ends with this process.
+
+    Forked children (DataLoader workers) close the descriptor immediately, so that they do not keep the lock if they
+    outlive this process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        """Closes the descriptor once; other processes that share it keep the lock."""
+        self._close.atexit = False  # the rescue at exit needs the lock
+        os.register_at_fork(after_in_child=self._close)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another run is using the checkpoint folder {folder} on rank 0's host; end that run, close() its "
+                "Checkpointer if it is in this process, or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            warn(
+                f"the file system of the checkpoint folder {folder} does not support locks "
+                f"({error.strerror}); make sure that no other run uses it",
+                CheckpointWarning,
+            )
+
+    def is_on(self, folder: Path) -> bool:
+        """Return whether the folder at this path is still the locked folder, and has not been replaced."""
+        current, locked = os.stat(folder), os.fstat(self._descriptor)
+        return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
+
+    def release(self) -> None:
+        """Release the lock, if it is held."""
+        if self._close.alive:
+            # Closing is not enough while a forked child still has the descriptor.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._close()
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps that have a folder or a link in `folder`, intact or damaged, in ascending order."""
+    try:
+        folders = [entry.name for entry in os.scandir(folder) if entry.is_symlink() or entry.is_dir()]
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint folder {folder} cannot be read: {reason(error)}; restore the folder"
+        ) from error
+    return sorted(step for step in map(step_of, folders) if step is not None)
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Return a value that changes when the folder `path` is replaced or loses a file; None if it does not exist."""
+    try:
+        about = os.stat(path, follow_symlinks=os.path.exists(path))  # a link that cannot be followed exists, too
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns
+
+
+def newest(folder: Path, named: set[int], read: Callable[[Path, int], Value]) -> tuple[Path, Value] | None:
+    """Return the path of the newest intact checkpoint in `folder` and the result of `read` for it, or None.
+
+    Warn about each damaged one, unless its step is in `named`, and add it to `named`. If a running job deletes or
+    replaces a checkpoint while it is read, start over with the newest.
+    """
+    steps, changes = steps_in(folder), 0
+    while steps:
+        step = steps.pop()
+        path = folder / step_name(step)
+        before = identity(path)
+        try:
+            return path, read(path, step)
+        except (Damaged, CheckpointError) as error:
+            if before is None or identity(path) != before:
+                changes += 1
+                if changes > MOST_CHANGES:
+                    raise CheckpointError(
+                        f"the checkpoints in {folder} were deleted or replaced {changes} times while they were read; "
+                        "read them when the job saves less often"
+                    ) from error
+                steps = steps_in(folder)
+            elif isinstance(error, CheckpointError):
+                raise
+            elif step not in named:
+                named.add(step)
+                warn(f"the checkpoint {path} is damaged and skipped: {error}", CheckpointWarning)
+    return None
+
+
+def intact(path: Path, step: int, read: Callable[[Path, int], Value]) -> Value:
+    """Return the result of `read` for the checkpoint `path` of `step`; raise if it is damaged."""
+    try:
+        return read(path, step)
+    except Damaged as damage:
+        fault = f"is damaged: {damage}" if os.path.lexists(path) else "was deleted while it was read"
+        raise NoCheckpoint(f"the checkpoint {path} {fault}; choose another step, or the newest intact one") from None
+
+
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write `content` to the new file `path` and fsync it; return its size in bytes and its SHA-256."""
     size, digest = 0, hashlib.sha256()
@@ -415,3 +375,37 @@ def sync_folder(folder: Path) -> bool:
 def reason(error: OSError) -> str:
     """Return the reason of `error` without its number: ``No space left on device``."""
     return error.strerror or str(error)
+
+
+def needed(tensors: Collection[torch.Tensor]) -> int:
+    """Return the number of bytes that `tensors` need in a checkpoint, without :data:`MARGIN`."""
+    return sum(spec_of(tensor).nbytes for tensor in tensors) + PER_TENSOR * len(tensors)
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Check that the file system of `folder` has space for `size` bytes, if it reports its free space."""
+    free = _free(folder)
+    if free is not None and free < size + MARGIN:
+        figures = f"{nbytes(size + MARGIN)} are needed, but only {nbytes(free)} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {figures}")
+
+
+def nothing_is_kept(error: OSError, folder: Path) -> str:
+    """Return the message for ranks that cannot rescue steps because the job's `folder` is full."""
+    return (
+        "a failure will cost the steps since the last save on disk, because the job's folder is full "
+        f"({folder.parent.parent}: {error.strerror or error}); enlarge it (in a container: docker run --shm-size=8g), "
+        "or choose another folder with PACELINE_JOBS"
+    )
+
+
+def _free(folder: Path) -> int | None:
+    """Return the free bytes of the file system of `folder`; None if it does not report them."""
+    try:
+        about = os.statvfs(folder)
+    except OSError:
+        return None  # the write will report the problem
+    if about.f_blocks == 0:
+        return None  # on some network file systems
+    blocks = about.f_bfree if os.geteuid() == 0 else about.f_bavail  # some blocks are reserved for root
+    return blocks * about.f_frsize

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint import safetensors_file, state_codec, step_folders, verify
+from paceline.checkpoint import manifest, safetensors_file, state_codec, step_folders
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.registered import Outline, Registered
 from paceline.checkpoint.restore import Saved, malformed
@@ -93,7 +93,7 @@ def read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tens
     """
 
     def read(path: Path, step: int) -> tuple[int, Any, dict[str, torch.Tensor]]:
-        return step, *_read_object(path, verify.read_whole(path, step), name)
+        return step, *_read_object(path, manifest.read_whole(path, step), name)
 
     if (step := step_at(folder)) is not None:
         return step_folders.intact(folder, step, read)

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.checkpoint import manifest, safetensors_file, state_codec, step_folders, verify
-from paceline.checkpoint import metadata as notes
+from paceline.checkpoint import manifest, safetensors_file, state_codec, step_folders
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.metadata import Keep, Notes
 from paceline.checkpoint.step_names import step_at, step_name, step_of
@@ -173,16 +172,16 @@ def _inspect(path: Path, step: int, every_byte: bool) -> Inspected:
     saved, saved_notes = None, Notes()
     damages: list[str] = []
     try:
-        saved = verify.read_manifest(path, step)
-        damages += [_describe(file, damage) for file, damage in verify.damages(path, saved, every_byte)]
-        saved_notes = notes.read_verified(path, step)
-    except verify.Damaged as damage:
+        saved = manifest.read_manifest(path, step)
+        damages += [_describe(file, damage) for file, damage in manifest.damages(path, saved, every_byte)]
+        saved_notes = Notes.read_verified(path, step)
+    except manifest.Damaged as damage:
         if str(damage) not in damages:  # the manifest lists the notes, so damaged notes may already be reported
             damages.append(str(damage))
     return Inspected(step, path, _size(path), _saved_at(path), saved, saved_notes, tuple(damages))
 
 
-def _describe(file: File, damage: verify.Damaged) -> str:
+def _describe(file: File, damage: manifest.Damaged) -> str:
     """Return the damage together with the affected object."""
     if not file.tensors:
         return str(damage)

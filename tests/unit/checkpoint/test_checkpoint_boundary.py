@@ -30,8 +30,7 @@ from paceline.checkpoint.rank_states import (
     states_path,
 )
 from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.step_boundary import Boundary
-from paceline.checkpoint.step_snapshot import SmallBuffers, from_snapshot, snapshot
+from paceline.checkpoint.step_boundary import Boundary, SmallBuffers, from_snapshot, snapshot
 from paceline.core.rng import rng_state, set_rng_state
 from paceline.core.step_progress import StepRecord, record_path
 from paceline.errors import CheckpointError, CommunicationError
@@ -142,7 +141,7 @@ def test_ranks_leave_the_barrier_together_with_the_same_requests(tmp_path: Path)
 
     def come(rank: int) -> None:
         for step in range(1, 30):
-            requests[rank].append(barriers[rank].prepare(step, [], [], wish=4 * (rank == 1 and step == 20)))
+            requests[rank].append(barriers[rank].prepare(step, [], [], requests=4 * (rank == 1 and step == 20)))
             assert min(StepRecord(record_path(tmp_path, other)).prepared for other in range(3)) >= step
             barriers[rank].complete(step, [], [])
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights, safetensors_file, state_codec, verify
+from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights, manifest, safetensors_file, state_codec
 from paceline.core import strict_json
 from paceline.errors import CheckpointError, NoCheckpoint
 
@@ -59,10 +59,10 @@ def test_a_truncated_extended_or_altered_file_is_detected(folder: Path, name: st
     flipped = [whole[:at] + bytes([whole[at] ^ 0x20]) + whole[at + 1 :] for at in offsets]
     for altered in (*(whole[:at] for at in offsets), *flipped, whole + b"\n"):
         path.write_bytes(altered)
-        with pytest.raises(verify.Damaged):
-            verify.read_whole(path.parent, 2)
+        with pytest.raises(manifest.Damaged):
+            manifest.read_whole(path.parent, 2)
     path.write_bytes(whole)
-    assert verify.read_whole(path.parent, 2).step == 2
+    assert manifest.read_whole(path.parent, 2).step == 2
 
 
 def flip(folder: Path) -> None:

@@ -15,7 +15,7 @@ from test_checkpoint_roundtrip import Holder, Tied, equal
 from torch import nn
 
 import paceline
-from paceline.checkpoint import Checkpointer, load_weights, verify
+from paceline.checkpoint import Checkpointer, load_weights, manifest
 from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
 from paceline.tools.checkpoint_files import export
 
@@ -141,7 +141,7 @@ def test_reading_a_checkpoint_deleted_meanwhile_falls_back_to_a_newer_one(
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     run, out = tmp_path / "run", tmp_path / "out.pt"
     save(run, 1, model=first)
-    read, calls = getattr(verify, function), []
+    read, calls = getattr(manifest, function), []
 
     def read_and_prune(folder: Path, step: int) -> Any:
         calls.append(step)
@@ -150,19 +150,32 @@ def test_reading_a_checkpoint_deleted_meanwhile_falls_back_to_a_newer_one(
             save(run, newer, keep=1, model=second)
         return listed or read(folder, step)
 
-    monkeypatch.setattr(verify, function, read_and_prune)
+    monkeypatch.setattr(manifest, function, read_and_prune)
     weights = load(run) if load is load_weights else (load(run, "model", out), torch.load(out))[1]
     assert equal(dict(weights), dict(second.state_dict()))
     assert calls[0] == 1
     assert calls[-1] == newer
 
 
+def test_checkpoints_that_change_during_every_read_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(folder: Path, step: int) -> Any:
+        (folder / str(len(list(folder.iterdir())))).mkdir()
+        raise manifest.Damaged("model.safetensors is missing")
+
+    monkeypatch.setattr(manifest, "read_whole", read)
+    (tmp_path / "step-00000001").mkdir()
+    with pytest.raises(CheckpointError, match="were deleted or replaced 101 times while they were read"):
+        load_weights(tmp_path)
+
+
 def test_deleting_every_checkpoint_while_reading_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(folder: Path, step: int) -> Any:
         shutil.rmtree(folder)
-        raise verify.Damaged("model.safetensors is missing")
+        raise manifest.Damaged("model.safetensors is missing")
 
-    monkeypatch.setattr(verify, "read_whole", read)
+    monkeypatch.setattr(manifest, "read_whole", read)
     path = tmp_path / "step-00000001"
     for place, message in ((path, "was deleted while it was read"), (tmp_path, "no intact checkpoint")):
         path.mkdir()

@@ -174,7 +174,7 @@ done = checkpointer.step()
 def wait_for_the_others():
     until = time.monotonic() + 60  # only a launcher that never takes the others in needs so long
     while world.size < wanted and "MEET" in os.environ and time.monotonic() < until:
-        if checkpointer._recovery.boundary.wish: break
+        if checkpointer._recovery.boundary.requests: break
         time.sleep(0.01)
 
 while done < 15:

@@ -72,7 +72,7 @@ print("step", step, file=sys.stderr)
 if step == 3 and start == 0 and world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
 if step == 5:
     open(f"ready-{world.rank}", "w").close()
-    while not checkpointer._recovery.boundary.wish: time.sleep(0.01)
+    while not checkpointer._recovery.boundary.requests: time.sleep(0.01)
 """,
 )
 

@@ -25,7 +25,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 def wait_until_asked(seconds=60.0):
     until = time.monotonic() + seconds
     while time.monotonic() < until and ("seconds" in options or not os.path.exists("asked")):
-        if checkpointer._recovery.boundary.wish: open("asked", "w").close()
+        if checkpointer._recovery.boundary.requests: open("asked", "w").close()
         time.sleep(0.005)
 
 class Slow:  # to save
@@ -325,7 +325,7 @@ class Points(torch.utils.data.Dataset):
 
 def is_asked():  # to end after this step; without a folder the signal ends the rank
     handler = signal.getsignal(signal.SIGTERM)
-    return callable(handler) and handler.__self__._boundary.wish
+    return callable(handler) and handler.__self__._boundary.requests
 
 def loss(model, batch):
     if optimizer.steps == 3:
