@@ -5,85 +5,33 @@
 
 The position counts global batches, so it is valid for any number of ranks. It counts batches that were handed over, not
 batches that workers have prefetched. A batch is consumed when it is followed by an optimizer step or a synchronized
-backward (:mod:`paceline.data.position`). A pass that was left early continues after the last consumed batch, so
+backward (:class:`Consumption`). A pass that was left early continues after the last consumed batch, so
 looking at a batch does not use it up.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
-from paceline.core import data_position
+import torch.distributed as dist
+
+from paceline.core import data_position, world
 from paceline.core.rng import derive_seed
-from paceline.data.arguments import at_least, check_settings, find_place
+from paceline.core.schedulers import adopted
 from paceline.data.dataset_digest import outline_digest
 from paceline.data.slices import Slicing
 from paceline.errors import CheckpointMismatch, UsageError
 
-# Counts the batches that the script has consumed in a pass, that is, batches handed over before the latest step.
-#
-# A step is an optimizer step or a synchronized backward pass of any model. A batch is not consumed if the script only
-# looked at it, or if ``zip`` fetched it before finding that another iterator had ended.
-
-
-class Consumption:
-    """Counts the steps between the batches of one pass."""
-
-    consumed: int
-    """Position after the last batch that was followed by a step; before the first step, the start of the pass."""
-    handed: int
-    """Position after the last batch that a loader handed over; -1 if the position was set by other means."""
-    window: int
-    """Largest number of batches per step in this pass."""
-    has_stepped: bool
-    """Whether a step followed a batch of this pass."""
-    sees_steps: bool
-    """Whether a step followed any batch of any pass."""
-
-    def __init__(self) -> None:
-        self.sees_steps = False
-        self.begin(-1)
-        self._open = False
-
-    def begin(self, position: int) -> None:
-        """Begin a pass at `position`."""
-        self.consumed = self.handed = position
-        self.window, self.has_stepped = 0, False
-        self._steps = data_position.steps()
-        self._open = True  # the script may still step with the batches handed over
-
-    def hand_over(self, position: int) -> None:
-        """Record that the batch at `position` is about to be handed over."""
-        self.account()
-        self._steps = data_position.steps()
-
-    def account(self) -> None:
-        """Mark batches as consumed if there was a step since the last one was handed over."""
-        if self._open and self.handed > self.consumed and data_position.steps() != self._steps:
-            self.window = max(self.window, self.handed - self.consumed)
-            self.consumed = self.handed
-            self.has_stepped = self.sees_steps = True
-
-    def leave(self) -> None:
-        """End the pass: later steps do not belong to its batches."""
-        self.account()
-        self._open = False
-
-    def position(self) -> int:
-        """Return the position to save. If there was never a step, all batches handed over count as consumed."""
-        self.account()
-        return self.consumed if self.sees_steps else self.handed
-
-    def left_over(self, position: int, length: int | None) -> int | None:
-        """Return where to resume a pass that stopped at `position`; None if it continues there or is complete."""
-        # A pass that was read to the end without any step, such as an evaluation, is complete.
-        is_current = position == self.handed > self.consumed
-        return self.consumed if is_current and (position != length or self.has_stepped) else None
-
-    def moved(self) -> None:
-        """Record that the position was changed from outside."""
-        self.handed, self._open = -1, False
+REMEDIES = {
+    "batch_size": "use batch_size={}",
+    "seed": "use seed={}",
+    "drop_last": "use drop_last={}",
+    "size": "resume with the same {} samples",
+    "shuffle": "use shuffle={}",
+}
 
 
 class Position:
@@ -257,8 +205,12 @@ class Position:
             CheckpointMismatch: if batch size, seed or data differ, because the position would refer to different
                 samples.
         """
-        remedies = {name: f"{text}, or start over without the saved position" for name, text in REMEDIES.items()}
-        check_settings(self.rank, state, self._identity(), remedies)
+        for name, value in self._identity().items():
+            if (saved := state.get(name)) != value:
+                raise CheckpointMismatch(
+                    f"rank {self.rank}: {name} was {saved!r} when the checkpoint was written but is {value!r} now; "
+                    f"{REMEDIES[name].format(saved)}, or start over without the saved position"
+                )
         try:
             epoch, position = at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0)
         except (KeyError, UsageError) as error:
@@ -314,10 +266,92 @@ class Position:
         self._consumption.moved()
 
 
-REMEDIES = {
-    "batch_size": "use batch_size={}",
-    "seed": "use seed={}",
-    "drop_last": "use drop_last={}",
-    "size": "resume with the same {} samples",
-    "shuffle": "use shuffle={}",
-}
+class Consumption:
+    """Counts the batches that the script has consumed in a pass, that is, batches handed over before the latest step.
+
+    A step is an optimizer step or a synchronized backward pass of any model. A batch is not consumed if the script only
+    looked at it, or if ``zip`` fetched it before finding that another iterator had ended.
+    """
+
+    consumed: int
+    """Position after the last batch that was followed by a step; before the first step, the start of the pass."""
+    handed: int
+    """Position after the last batch that a loader handed over; -1 if the position was set by other means."""
+    window: int
+    """Largest number of batches per step in this pass."""
+    has_stepped: bool
+    """Whether a step followed a batch of this pass."""
+    sees_steps: bool
+    """Whether a step followed any batch of any pass."""
+
+    def __init__(self) -> None:
+        self.sees_steps = False
+        self.begin(-1)
+        self._open = False
+
+    def begin(self, position: int) -> None:
+        """Begin a pass at `position`."""
+        self.consumed = self.handed = position
+        self.window, self.has_stepped = 0, False
+        self._steps = data_position.steps()
+        self._open = True  # the script may still step with the batches handed over
+
+    def hand_over(self, position: int) -> None:
+        """Record that the batch at `position` is about to be handed over."""
+        self.account()
+        self._steps = data_position.steps()
+
+    def account(self) -> None:
+        """Mark batches as consumed if there was a step since the last one was handed over."""
+        if self._open and self.handed > self.consumed and data_position.steps() != self._steps:
+            self.window = max(self.window, self.handed - self.consumed)
+            self.consumed = self.handed
+            self.has_stepped = self.sees_steps = True
+
+    def leave(self) -> None:
+        """End the pass: later steps do not belong to its batches."""
+        self.account()
+        self._open = False
+
+    def position(self) -> int:
+        """Return the position to save. If there was never a step, all batches handed over count as consumed."""
+        self.account()
+        return self.consumed if self.sees_steps else self.handed
+
+    def left_over(self, position: int, length: int | None) -> int | None:
+        """Return where to resume a pass that stopped at `position`; None if it continues there or is complete."""
+        # A pass that was read to the end without any step, such as an evaluation, is complete.
+        is_current = position == self.handed > self.consumed
+        return self.consumed if is_current and (position != length or self.has_stepped) else None
+
+    def moved(self) -> None:
+        """Record that the position was changed from outside."""
+        self.handed, self._open = -1, False
+
+
+def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return rank and world size: the arguments if given, else the process group's, else 0 and 1."""
+    if rank is None or world_size is None:
+        default_rank, default_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            current = world.current()
+            default_rank, default_size = current.rank, current.size
+        elif (size := (os.environ | adopted(os.environ)).get("WORLD_SIZE", "1")) != "1":
+            raise UsageError(
+                f"WORLD_SIZE={size}, but the process group is not initialized, so the data cannot be split; call "
+                "paceline.init() first, or give rank= and world_size="
+            )
+        rank = default_rank if rank is None else rank
+        world_size = default_size if world_size is None else world_size
+    at_least("world_size", world_size, 1)
+    if at_least("rank", rank, 0) >= world_size:
+        raise UsageError(f"rank {rank} is not below world_size {world_size}; give a rank in 0..{world_size - 1}")
+    return rank, world_size
+
+
+def at_least(name: str, value: int, minimum: int) -> int:
+    """Check that `value` is a whole number >= `minimum`, and return it."""
+    # Accept any integer type, such as NumPy's, but not bool, which is an int in Python.
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < minimum:
+        raise UsageError(f"{name} must be a whole number >= {minimum}, not {value!r}")
+    return index(value)

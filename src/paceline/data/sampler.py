@@ -12,9 +12,8 @@ from paceline.core import data_position
 from paceline.core.digests import quick_digest
 from paceline.core.rng import derive_seed
 from paceline.core.virtual_ranks import Slices, seed_of_slice
-from paceline.data.arguments import at_least, size_of
 from paceline.data.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
-from paceline.data.position import Position
+from paceline.data.position import Position, at_least
 from paceline.data.slices import EpochOrder, Indices, Slice, batch_bounds, batch_count, slice_bounds
 from paceline.errors import CheckpointMismatch, UsageError
 
@@ -276,3 +275,17 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         super()._move(epoch, position, length)
         self._fetched = 0
         self._assumed = False
+
+
+def size_of(dataset: Sized | int) -> int:
+    """Return the number of samples in a dataset; a number is returned unchanged."""
+    if isinstance(dataset, int):
+        return at_least("the number of samples", dataset, 1)
+    name = type(dataset).__name__
+    try:
+        size = len(dataset)
+    except TypeError:
+        raise UsageError(f"{name} has no length; use paceline.data.GlobalBatchStream for an IterableDataset") from None
+    if size < 1:
+        raise UsageError(f"{name} has no samples; give a dataset with at least one")
+    return size

@@ -18,7 +18,6 @@ from paceline.core.data_position import short
 from paceline.core.rng import derive_seed, sow
 from paceline.core.torch_internals import hide_worker_info
 from paceline.core.virtual_ranks import seed_of_slice
-from paceline.data.arguments import reiterable
 from paceline.data.dataset_digest import outline_digest
 from paceline.data.fetch import Collate, Failure, gathered, own_streams, with_empty
 from paceline.data.position import Position
@@ -212,6 +211,19 @@ class Reader(Dataset[Any]):
             self._next += 1
             if self._next > ticket.number or not batch:
                 return batch
+
+
+def reiterable(dataset: Any) -> Iterable[Any]:
+    """Check that each ``iter()`` of `dataset` starts from the beginning, and return it."""
+    name = type(dataset).__name__
+    if isinstance(dataset, Iterator):
+        raise UsageError(
+            f"{name} is an iterator, which can be read only once; give an IterableDataset whose __iter__ starts from "
+            "the beginning"
+        )
+    if not isinstance(dataset, Iterable):
+        raise UsageError(f"{name} cannot be iterated; give an IterableDataset")
+    return dataset
 
 
 def set_epoch_of(dataset: Any, epoch: int) -> None:

@@ -19,9 +19,6 @@ from paceline.errors import CallbackError, UsageError
 from paceline.train.config import Best
 from paceline.train.run import Run, is_better
 
-# The protocol of callbacks.
-
-
 MOMENTS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
 """The methods of a callback, in call order."""
 
@@ -63,6 +60,123 @@ class Callback(Protocol):
         If a callback has this method, ``load_best_at_end`` also loads its state.
         """
         return nullcontext()
+
+
+class EarlyStopping:
+    """Ends the training when a metric has not improved for `patience` evaluations in a row.
+
+    Args:
+        monitor: the evaluation's metric.
+        mode: whether the smallest or the largest value is best.
+        patience: number of evaluations without improvement.
+
+    Raises:
+        UsageError: if a value is out of range.
+    """
+
+    def __init__(self, monitor: str = "loss", mode: Best = "min", patience: int = 3) -> None:
+        self.monitor = text("monitor", monitor).removeprefix("eval/")
+        self.mode = choice("mode", mode, get_args(Best))
+        self.patience = whole_number("patience", patience)
+        self.best: float | None = None
+        """The best value; None before the first value that is not NaN."""
+        self.wait = 0
+        """Number of evaluations since the best value."""
+
+    def on_evaluation(self, run: Run) -> None:
+        """Compare the metric with its best value. NaN does not count as an improvement."""
+        value = run.metrics[f"eval/{self.monitor}"]
+        if is_better(value, self.best, self.mode):
+            self.best, self.wait = value, 0
+            return
+        self.wait += 1
+        if self.wait >= self.patience:
+            run.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, the number of evaluations since then, and the metric and mode they belong to."""
+        return {"best": self.best, "wait": self.wait, "monitor": self.monitor, "mode": self.mode}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load a :meth:`state_dict`, unless its `monitor` or `mode` differs."""
+        if (saved["monitor"], saved["mode"]) == (self.monitor, self.mode):
+            self.best, self.wait = saved["best"], int(saved["wait"])
+
+
+class ExponentialMovingAverage:
+    """Averages the weights over the steps. Evaluations, predictions and the final model use the averages.
+
+    The first step copies the weights. Later steps compute ``average = decay · average + (1 - decay) · weight``,
+    bit-identical to ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. Buffers are not
+    averaged. No communication is needed, because all ranks have the same weights. After Polyak and Juditsky,
+    "Acceleration of Stochastic Approximation by Averaging", 1992.
+
+    Args:
+        model: the model being trained, wrapped or not.
+        decay: weight of the previous average in each step.
+
+    Raises:
+        UsageError: if `decay` is not from 0 to 1, or `model` is not a module.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                "ExponentialMovingAverage averages a model's weights, not "
+                f"{with_article(type(model).__name__)}; give the model"
+            )
+        self.decay = share("decay", decay)
+        self._parameters = dict(unwrap(model).named_parameters())
+        self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        """The averages, by parameter name."""
+        self.updates = 0
+        """Number of steps that the averages include."""
+
+    @torch.no_grad()
+    def on_step(self, run: Run) -> None:
+        """Add the weights to the averages."""
+        averages = list(self.averages.values())
+        weights = [parameter.detach() for parameter in self._parameters.values()]
+        if self.updates == 0:
+            copy_each(averages, weights)
+        else:
+            mix_each(averages, weights, 1 - self.decay)
+        self.updates += 1
+
+    @contextmanager
+    def evaluating(self, run: Run) -> Iterator[None]:
+        """Use the averages in the model, and restore the weights afterwards."""
+        if self.updates == 0:  # the averages are still the weights from before this run
+            yield
+            return
+        weights = {name: parameter.data for name, parameter in self._parameters.items()}
+        self._point_to(self.averages)
+        try:
+            yield
+        finally:
+            self._point_to(weights)
+
+    @torch.no_grad()
+    def on_end(self, run: Run) -> None:
+        """Copy the averages into the model."""
+        if self.updates:
+            copy_each(list(self._parameters.values()), list(self.averages.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages."""
+        return {"updates": self.updates, "averages": dict(self.averages)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load averages of the same parameters."""
+        with torch.no_grad():
+            for name, average in self.averages.items():
+                average.copy_(saved["averages"][name])
+        self.updates = int(saved["updates"])
+
+    def _point_to(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        # A copy would cost time and memory, and would look as if the parameters had changed since the last step.
+        for name, parameter in self._parameters.items():
+            parameter.data = tensors[name]
 
 
 class Callbacks:
@@ -162,128 +276,3 @@ def _has(callback: Any, method: str) -> bool:
 def _snake(name: str) -> str:
     # A name in a checkpoint has at most 64 characters.
     return re.sub(r"[^a-z0-9_]", "", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())[:48]
-
-
-# Early stopping.
-
-
-class EarlyStopping:
-    """Ends the training when a metric has not improved for `patience` evaluations in a row.
-
-    Args:
-        monitor: the evaluation's metric.
-        mode: whether the smallest or the largest value is best.
-        patience: number of evaluations without improvement.
-
-    Raises:
-        UsageError: if a value is out of range.
-    """
-
-    def __init__(self, monitor: str = "loss", mode: Best = "min", patience: int = 3) -> None:
-        self.monitor = text("monitor", monitor).removeprefix("eval/")
-        self.mode = choice("mode", mode, get_args(Best))
-        self.patience = whole_number("patience", patience)
-        self.best: float | None = None
-        """The best value; None before the first value that is not NaN."""
-        self.wait = 0
-        """Number of evaluations since the best value."""
-
-    def on_evaluation(self, run: Run) -> None:
-        """Compare the metric with its best value. NaN does not count as an improvement."""
-        value = run.metrics[f"eval/{self.monitor}"]
-        if is_better(value, self.best, self.mode):
-            self.best, self.wait = value, 0
-            return
-        self.wait += 1
-        if self.wait >= self.patience:
-            run.stop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the number of evaluations since then, and the metric and mode they belong to."""
-        return {"best": self.best, "wait": self.wait, "monitor": self.monitor, "mode": self.mode}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict`, unless its `monitor` or `mode` differs."""
-        if (saved["monitor"], saved["mode"]) == (self.monitor, self.mode):
-            self.best, self.wait = saved["best"], int(saved["wait"])
-
-
-# An exponential moving average of the weights.
-#
-# Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; the exponential form follows
-# ``torch.optim.swa_utils``.
-
-
-class ExponentialMovingAverage:
-    """Averages the weights over the steps. Evaluations, predictions and the final model use the averages.
-
-    The first step copies the weights. Later steps compute ``average = decay · average + (1 - decay) · weight``,
-    bit-identical to ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. Buffers are not
-    averaged. No communication is needed, because all ranks have the same weights.
-
-    Args:
-        model: the model being trained, wrapped or not.
-        decay: weight of the previous average in each step.
-
-    Raises:
-        UsageError: if `decay` is not from 0 to 1, or `model` is not a module.
-    """
-
-    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        if not isinstance(model, nn.Module):
-            raise UsageError(
-                "ExponentialMovingAverage averages a model's weights, not "
-                f"{with_article(type(model).__name__)}; give the model"
-            )
-        self.decay = share("decay", decay)
-        self._parameters = dict(unwrap(model).named_parameters())
-        self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        """The averages, by parameter name."""
-        self.updates = 0
-        """Number of steps that the averages include."""
-
-    @torch.no_grad()
-    def on_step(self, run: Run) -> None:
-        """Add the weights to the averages."""
-        averages = list(self.averages.values())
-        weights = [parameter.detach() for parameter in self._parameters.values()]
-        if self.updates == 0:
-            copy_each(averages, weights)
-        else:
-            mix_each(averages, weights, 1 - self.decay)
-        self.updates += 1
-
-    @contextmanager
-    def evaluating(self, run: Run) -> Iterator[None]:
-        """Use the averages in the model, and restore the weights afterwards."""
-        if self.updates == 0:  # the averages are still the weights from before this run
-            yield
-            return
-        weights = {name: parameter.data for name, parameter in self._parameters.items()}
-        self._point_to(self.averages)
-        try:
-            yield
-        finally:
-            self._point_to(weights)
-
-    @torch.no_grad()
-    def on_end(self, run: Run) -> None:
-        """Copy the averages into the model."""
-        if self.updates:
-            copy_each(list(self._parameters.values()), list(self.averages.values()))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the averages."""
-        return {"updates": self.updates, "averages": dict(self.averages)}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load averages of the same parameters."""
-        with torch.no_grad():
-            for name, average in self.averages.items():
-                average.copy_(saved["averages"][name])
-        self.updates = int(saved["updates"])
-
-    def _point_to(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # A copy would cost time and memory, and would look as if the parameters had changed since the last step.
-        for name, parameter in self._parameters.items():
-            parameter.data = tensors[name]

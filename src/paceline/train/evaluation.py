@@ -24,6 +24,8 @@ from paceline.train.metrics import all_sum, check_same_data
 from paceline.train.validation import described, is_number, validate_loader, validate_wrapper
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
+PredictStep = Callable[[nn.Module, Any], Any]
+"""``predict_step(module, batch)`` returns a row for each sample of the batch; see :func:`predict`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,56 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
     # strict=False, because the last total is the number of samples.
     means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
     return means if evaluation.derive is None else evaluation.derive(means)
+
+
+def apply_module(module: nn.Module, batch: Any) -> Any:
+    """Return the module's output for a batch, or for the first item of a tuple or list."""
+    return module(batch[0] if isinstance(batch, list | tuple) else batch)
+
+
+@torch.no_grad()
+def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: PredictStep = apply_module) -> Any:
+    """Return one row per sample, on the CPU of every rank, in the dataset's order. Collective.
+
+    The rows of a shuffled loader are put into this order; rows of a stream keep the stream's order. Every rank holds
+    all rows in memory. For a model with ``virtual_ranks``, rows are bit-identical on any number of ranks.
+
+    Args:
+        model: the wrapped model; it runs without its wrapper, in eval mode.
+        loader: loader of the samples; its first epoch is read.
+        predict_step: ``predict_step(module, batch)`` returns a tensor with one row per sample, or a tuple, list or dict
+            of these. By default it calls the module with the batch, or with the first item of a tuple or list.
+
+    Raises:
+        UsageError: if the model is not in Paceline's wrapper, the loader is not Paceline's, or the number of rows is
+            wrong.
+        DesyncError: if ranks differ in the data.
+    """
+    validate_wrapper(model, "predict()")
+    validate_loader(loader, "predict()")
+    slices = model.virtual_ranks
+    begin_anew(loader)
+    # Each row's sample and its place in the epoch. Both are needed, because an epoch may repeat a sample.
+    places: list[tuple[int, int]] = []
+    rows: list[Any] = []
+    with in_eval_mode(model) as module:
+        check_same_data(loader, model, epoch=0)
+        samples_of = _samples_by_slice(loader, slices)
+        for number, share, part in parts_of(loader, slices):
+            output = predict_step(module, part)
+            first = (number * (slices or loader.progress.world_size) + share) * loader.progress.batch_size
+            count = _length(next(iter(tree_leaves(output)), None))
+            in_epoch = range(first, first + max(0, count))
+            samples = samples_of(number, share, in_epoch)
+            _check_rows(output, len(samples))
+            places += zip(samples, in_epoch, strict=True)
+            rows.append(output)
+    keys, all_rows = gather_for_metrics(
+        (torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2), _concatenated(rows) if rows else None)
+    )
+    all_places = keys.tolist()
+    order = sorted(range(len(all_places)), key=all_places.__getitem__)
+    return tree_map(lambda part: part[order], all_rows)
 
 
 def begin_anew(loader: DataLoader) -> None:
@@ -188,63 +240,6 @@ def _summed(returned: Any, names: tuple[str, ...]) -> tuple[dict[str, Any], Any]
         if not is_number(value) or (isinstance(value, Tensor) and value.numel() != 1):
             raise UsageError(f"the evaluation's sums returned {described(value)} as {name!r}; sum it over the batch")
     return sums, count
-
-
-# Predictions for all samples of a loader, in the dataset's order, on any number of ranks.
-
-
-PredictStep = Callable[[nn.Module, Any], Any]
-"""``predict_step(module, batch)`` returns a row for each sample of the batch; see :func:`predict`."""
-
-
-def apply_module(module: nn.Module, batch: Any) -> Any:
-    """Return the module's output for a batch, or for the first item of a tuple or list."""
-    return module(batch[0] if isinstance(batch, list | tuple) else batch)
-
-
-@torch.no_grad()
-def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: PredictStep = apply_module) -> Any:
-    """Return one row per sample, on the CPU of every rank, in the dataset's order. Collective.
-
-    The rows of a shuffled loader are put into this order; rows of a stream keep the stream's order. Every rank holds
-    all rows in memory. For a model with ``virtual_ranks``, rows are bit-identical on any number of ranks.
-
-    Args:
-        model: the wrapped model; it runs without its wrapper, in eval mode.
-        loader: loader of the samples; its first epoch is read.
-        predict_step: ``predict_step(module, batch)`` returns a tensor with one row per sample, or a tuple, list or dict
-            of these. By default it calls the module with the batch, or with the first item of a tuple or list.
-
-    Raises:
-        UsageError: if the model is not in Paceline's wrapper, the loader is not Paceline's, or the number of rows is
-            wrong.
-        DesyncError: if ranks differ in the data.
-    """
-    validate_wrapper(model, "predict()")
-    validate_loader(loader, "predict()")
-    slices = model.virtual_ranks
-    begin_anew(loader)
-    # Each row's sample and its place in the epoch. Both are needed, because an epoch may repeat a sample.
-    places: list[tuple[int, int]] = []
-    rows: list[Any] = []
-    with in_eval_mode(model) as module:
-        check_same_data(loader, model, epoch=0)
-        samples_of = _samples_by_slice(loader, slices)
-        for number, share, part in parts_of(loader, slices):
-            output = predict_step(module, part)
-            first = (number * (slices or loader.progress.world_size) + share) * loader.progress.batch_size
-            count = _length(next(iter(tree_leaves(output)), None))
-            in_epoch = range(first, first + max(0, count))
-            samples = samples_of(number, share, in_epoch)
-            _check_rows(output, len(samples))
-            places += zip(samples, in_epoch, strict=True)
-            rows.append(output)
-    keys, all_rows = gather_for_metrics(
-        (torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2), _concatenated(rows) if rows else None)
-    )
-    all_places = keys.tolist()
-    order = sorted(range(len(all_places)), key=all_places.__getitem__)
-    return tree_map(lambda part: part[order], all_rows)
 
 
 def _samples_by_slice(loader: DataLoader, slices: int | None) -> Callable[[int, int, Sequence[int]], Sequence[int]]:

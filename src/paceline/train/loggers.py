@@ -21,52 +21,6 @@ from paceline.core.messages import with_article
 from paceline.errors import MissingExtra, UsageError
 from paceline.train.run import Run
 
-# The progress display of rank 0.
-
-
-class ProgressDisplay:
-    """A progress bar on a terminal, otherwise a line per epoch; disabled unless `on`."""
-
-    def __init__(self, total_steps: int | None, step: int, *, on: bool) -> None:
-        console = Console(file=sys.stdout)
-        self._on, self._bar = on, None
-        if on and console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._task = self._bar.add_task("training", total=total_steps, completed=step)
-
-    def advance(self, epoch: int) -> None:
-        """Advance by one step."""
-        if self._bar is not None:
-            self._bar.update(self._task, advance=1, description=f"epoch {epoch + 1}")
-
-    def epoch_ended(self, epoch: int, epochs: int | None, values: Mapping[str, float]) -> None:
-        """Show the results of an epoch."""
-        self._show(f"epoch {epoch + 1}" if epochs is None else f"epoch {epoch + 1}/{epochs}", values)
-
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the results of an evaluation after `step`."""
-        self._show(f"step {step}", values)
-
-    def _show(self, label: str, values: Mapping[str, float]) -> None:
-        if not self._on:
-            return
-        line = f"{label}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False)
-        else:
-            print(line, flush=True)
-
-    def __enter__(self) -> ProgressDisplay:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
 WANDB_TIMEOUT_S = 20.0
 """Shorter than wandb's default of 90 s, because all other ranks wait for rank 0."""
 
@@ -86,58 +40,6 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Called at the end, even if an exception is propagating."""
-
-
-class Loggers:
-    """The loggers of a run. Ranks other than 0 have none."""
-
-    def __init__(self, loggers: Sequence[Logger]) -> None:
-        self._all = loggers
-        self._open = ExitStack()
-
-    def open(self, run: Run) -> None:
-        """Open all loggers, or none. Collective."""
-        world = consensus.here()
-        if world.rank != 0:
-            self._all = ()
-        consensus.agree(world, consensus.error_of(self._open_all, run))
-
-    def _open_all(self, run: Run) -> None:
-        try:
-            for logger in self._all:
-                getattr(logger, "open", lambda _: None)(run)
-                self._open.callback(getattr(logger, "close", lambda: None))
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write `values` of `step` to every logger."""
-        for logger in self._all:
-            logger.write(step, values)
-
-    def close(self) -> None:
-        """Close all open loggers, even if one of them fails."""
-        self._open.close()
-
-
-def validate_loggers(loggers: Any) -> None:
-    """Check that `loggers` is a list of loggers."""
-    is_list = isinstance(loggers, list | tuple)
-    for logger in loggers if is_list else [loggers]:
-        if not is_list or not callable(getattr(logger, "write", None)):
-            raise UsageError(
-                f"loggers has {with_article(type(logger).__qualname__)}; give a list of objects with a method "
-                "write(step, values)"
-            )
-
-
-def _imported(module: str, package: str, purpose: str) -> Any:
-    """Import and return the `module` of an optional `package`."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise MissingExtra(package, package, purpose) from None
 
 
 class TensorBoard:
@@ -290,3 +192,98 @@ def _step_of(line: bytes) -> float | None:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _imported(module: str, package: str, purpose: str) -> Any:
+    """Import and return the `module` of an optional `package`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingExtra(package, package, purpose) from None
+
+
+class Loggers:
+    """The loggers of a run. Ranks other than 0 have none."""
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._all = loggers
+        self._open = ExitStack()
+
+    def open(self, run: Run) -> None:
+        """Open all loggers, or none. Collective."""
+        world = consensus.here()
+        if world.rank != 0:
+            self._all = ()
+        consensus.agree(world, consensus.error_of(self._open_all, run))
+
+    def _open_all(self, run: Run) -> None:
+        try:
+            for logger in self._all:
+                getattr(logger, "open", lambda _: None)(run)
+                self._open.callback(getattr(logger, "close", lambda: None))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write `values` of `step` to every logger."""
+        for logger in self._all:
+            logger.write(step, values)
+
+    def close(self) -> None:
+        """Close all open loggers, even if one of them fails."""
+        self._open.close()
+
+
+def validate_loggers(loggers: Any) -> None:
+    """Check that `loggers` is a list of loggers."""
+    is_list = isinstance(loggers, list | tuple)
+    for logger in loggers if is_list else [loggers]:
+        if not is_list or not callable(getattr(logger, "write", None)):
+            raise UsageError(
+                f"loggers has {with_article(type(logger).__qualname__)}; give a list of objects with a method "
+                "write(step, values)"
+            )
+
+
+class ProgressDisplay:
+    """Rank 0's progress bar on a terminal, otherwise a line per epoch; disabled unless `on`."""
+
+    def __init__(self, total_steps: int | None, step: int, *, on: bool) -> None:
+        console = Console(file=sys.stdout)
+        self._on, self._bar = on, None
+        if on and console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("training", total=total_steps, completed=step)
+
+    def advance(self, epoch: int) -> None:
+        """Advance by one step."""
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=f"epoch {epoch + 1}")
+
+    def epoch_ended(self, epoch: int, epochs: int | None, values: Mapping[str, float]) -> None:
+        """Show the results of an epoch."""
+        self._show(f"epoch {epoch + 1}" if epochs is None else f"epoch {epoch + 1}/{epochs}", values)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the results of an evaluation after `step`."""
+        self._show(f"step {step}", values)
+
+    def _show(self, label: str, values: Mapping[str, float]) -> None:
+        if not self._on:
+            return
+        line = f"{label}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, flush=True)
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

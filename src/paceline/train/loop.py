@@ -18,12 +18,12 @@ from paceline.core.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.train.callbacks import Callbacks
+from paceline.train.checkpoints import Saves
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate, evaluated, validate_metrics
 from paceline.train.loggers import Logger, Loggers, ProgressDisplay
 from paceline.train.metrics import LossAverage
 from paceline.train.run import Run, RunState
-from paceline.train.saves import Saves
 from paceline.train.training_step import Loss, TrainingStep
 
 
@@ -31,7 +31,7 @@ class Loop:
     """Runs the steps of a training run. Every rank makes the same decisions.
 
     Decisions depend only on the configuration, on the position in the data (compared between ranks in every step), and
-    on metrics that are reduced over the ranks. Ranks agree on stop requests; see :class:`.run.run.StopRequest`.
+    on metrics that are reduced over the ranks. Ranks agree on stop requests; see ``train/run.py``.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import validation
 from paceline.train.callbacks import Callback, validate_callbacks
+from paceline.train.checkpoints import DataIdentity, Saves, Settings, in_memory, is_restart
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import (
     Evaluation,
@@ -30,10 +31,8 @@ from paceline.train.loggers import Logger, validate_loggers
 from paceline.train.loop import Loop
 from paceline.train.metrics import check_same_data
 from paceline.train.run import Result
-from paceline.train.saves import Saves, in_memory, is_restart
 from paceline.train.schedule import settings_of, validate_schedule
 from paceline.train.training_step import Loss
-from paceline.train.validation import DataIdentity, Settings
 
 logger = logging.getLogger(__name__)
 

@@ -2,121 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint import Checkpointer
-from paceline.core import consensus
-from paceline.core.digests import quick_digest
 from paceline.core.messages import with_article
-from paceline.core.stacks import warn
 from paceline.core.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchStream
-from paceline.data.dataset_digest import columns, element_bytes
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import CheckpointMismatch, CheckpointWarning, UsageError
+from paceline.errors import UsageError
 from paceline.train.config import TrainConfig
-
-# The settings that determine a run's results, which are compared when the run is resumed.
-
-
-_DECISIVE = ("accumulate", "clip_norm", "precision")
-"""The length is not included, because a run may be made longer, unless its schedule depends on the length."""
-_FIXED = ("batch_size", "scheduler", "virtual_ranks")
-"""Settings that must stay the same: the data position or sums of losses depend on them, or schedulers restore them."""
-
-
-class Settings:
-    """Raises an error if a checkpoint was written with different settings, unless the config allows changes."""
-
-    state_is_constant = True
-
-    def __init__(self, config: TrainConfig, **more: Any) -> None:
-        self._allow_changed = config.allow_changed_settings
-        self._values: dict[str, Any] = {name: getattr(config, name) for name in _DECISIVE} | more
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._values)
-
-    def check_state_dict(self, saved: dict[str, Any]) -> None:
-        for name, saved_value, value in self._changed(saved):
-            if self._allow_changed and name not in _FIXED:
-                continue
-            allow = "accept the change with allow_changed_settings=True (--allow-changed-settings), "
-            raise CheckpointMismatch(
-                f"the checkpoint was written with {name}={saved_value!r}, but this run has {name}={value!r}; "
-                f"resume with the same settings, {'' if name in _FIXED else allow}or start again in another folder"
-            )
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        changed = [f"{name}={value!r} instead of {saved_value!r}" for name, saved_value, value in self._changed(saved)]
-        if changed and consensus.here().rank == 0:
-            warn(f"the run continues with changed settings: {', '.join(changed)}", CheckpointWarning)
-
-    def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-        """Return the name, the saved value and this run's value of each setting that differs."""
-        rows = [(name, saved.get(name), self._values.get(name)) for name in sorted(saved.keys() | self._values.keys())]
-        return [(name, saved_value, value) for name, saved_value, value in rows if saved_value != value]
-
-
-# Fingerprints of training data, which detect changes when a run is resumed, without loading a sample.
-#
-# A fingerprint contains a digest of every column from :func:`paceline.data.dataset_digest.columns`. The digest covers
-# the
-# whole column if it is a tensor of up to ``WHOLE_BYTES``. Otherwise it covers ``MOST_ROWS`` evenly spaced rows, and
-# changes to other rows are not detected. Files are compared only by name.
-
-
-MOST_ROWS = 2**16
-WHOLE_BYTES = 2**28
-
-
-def fingerprint(dataset: Any) -> dict[str, Any]:
-    """Return the class and the number of samples of `dataset`, and the digest of each column, as plain values."""
-    size = len(dataset) if hasattr(dataset, "__len__") else -1
-    digests = {name: values if isinstance(values, str) else _column_digest(values) for name, values in columns(dataset)}
-    return {"class": type(dataset).__qualname__, "number of samples": size, **digests}
-
-
-def _column_digest(values: Any) -> str:
-    is_dense = isinstance(values, Tensor) and values.layout is torch.strided
-    if is_dense and values.numel() * values.element_size() <= WHOLE_BYTES:
-        return f"{tuple(values.shape[1:])} {values.dtype} {int(quick_digest(values)):x}"
-    count = len(values)
-    rows: Sequence[int] = range(count)
-    if count > MOST_ROWS:  # evenly spaced, including the first and the last
-        rows = [number * (count - 1) // (MOST_ROWS - 1) for number in range(MOST_ROWS)]
-    total = hashlib.sha256(f"{type(values).__name__} {count}".encode())
-    for row in rows:
-        total.update(hashlib.sha256(element_bytes(values[row])).digest())
-    return total.hexdigest()
-
-
-class DataIdentity:
-    """Raises an error at a resume if the data have changed since the checkpoint was written."""
-
-    state_is_constant = True
-
-    def __init__(self, dataset: Any) -> None:
-        self._fingerprint = fingerprint(dataset)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._fingerprint
-
-    def check_state_dict(self, saved: dict[str, Any]) -> None:
-        current = self._fingerprint
-        if changed := [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]:
-            raise CheckpointMismatch(
-                f"the training data differ from the checkpoint's in {', '.join(changed)}; resume on the same data, or "
-                "start a new run in another folder with the weights that paceline.load_weights() reads"
-            )
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keep the data; :meth:`check_state_dict` has compared them."""
 
 
 def validate_config(config: Any, loss: Any) -> None:

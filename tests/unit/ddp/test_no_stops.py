@@ -108,7 +108,7 @@ def test_sync_batch_norm_waits_once_per_layer_in_forward(gloo: Pools) -> None:
     """The same as torch; it used to wait three times. Backward does not wait."""
     for stops in gloo.run(2, train, "SyncBatchNorm"):
         assert len(stops) == 2  # layers
-        assert all("tolist at nn/normalize.py" in stop for stop in stops)
+        assert all("tolist at nn/sync_batch_norm.py" in stop for stop in stops)
 
 
 def test_nan_check_waits_once_per_step(gloo: Pools) -> None:

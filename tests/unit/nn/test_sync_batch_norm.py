@@ -20,7 +20,7 @@ from drawn import draws
 from paceline import SyncBatchNorm
 from paceline.core.world import World
 from paceline.errors import ReplicaMismatch, UsageError
-from paceline.nn import normalize
+from paceline.nn import sync_batch_norm
 from twins import Pools, no_warning_about_cycles, norm_beside_twin, whole_batch
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -100,9 +100,9 @@ def test_any_shape(pools: Pools, sizes: tuple[int, ...], rest: tuple[int, ...], 
 def test_combined_moments_equal_those_of_all_values() -> None:
     values = torch.randn(10, 3, dtype=torch.float64) * 3 + 1000
     parts = values.split([4, 0, 5, 1])
-    rows = torch.stack([normalize.pack(part, 3) for part in parts])
-    counts = [report.count for report in normalize.reports(rows)]
-    whole = normalize.combine(rows, sum(counts))
+    rows = torch.stack([sync_batch_norm.pack(part, 3) for part in parts])
+    counts = [report.count for report in sync_batch_norm.reports(rows)]
+    whole = sync_batch_norm.combine(rows, sum(counts))
     assert counts == [4, 0, 5, 1]
     assert whole.count == 10
     torch.testing.assert_close(whole.mean, values.mean(0), rtol=1e-14, atol=0)
@@ -111,9 +111,9 @@ def test_combined_moments_equal_those_of_all_values() -> None:
 
 def test_counts_are_exact_in_float32() -> None:
     for count in (1, 2**20 - 1, 2**20, 2**24 + 1, 2**40 + 12345):
-        message = torch.zeros(1, normalize.HEAD + 2)
-        message[0, :2] = torch.tensor([count // normalize.PART, count % normalize.PART])
-        assert normalize.reports(message)[0].count == count
+        message = torch.zeros(1, sync_batch_norm.HEAD + 2)
+        message[0, :2] = torch.tensor([count // sync_batch_norm.PART, count % sync_batch_norm.PART])
+        assert sync_batch_norm.reports(message)[0].count == count
 
 
 # -- double backward, checkpointing, and no communication --------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.train import TrainConfig
-from paceline.train.validation import Settings
+from paceline.train.checkpoints import Settings
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"epochs": 0}, "epochs must be at least 1, not 0"),

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from paceline.train import EarlyStopping
+from paceline.train.checkpoints import Saves
 from paceline.train.run import RunState
-from paceline.train.saves import Saves
 from trainings import Outcome, Run, Settings, in_silence, train
 from twins import Pools
 
