@@ -23,37 +23,10 @@ from paceline.ddp.sparse import sparse_by_layer
 from paceline.ddp.wrapper import Averaging, find_wrappers
 from paceline.errors import UsageError
 
-# Which optimizers give the same results if each rank updates only its share of the parameters.
-
-
 _NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
 _TENSORWISE = {*_ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon}
 _DECLARATION = ". If every parameter's update depends on that parameter alone, set {}.updates_tensors_separately = True"
-
-
-def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Return whether this is an optimizer of torch that treats every element separately."""
-    # Subclasses are excluded, because they can do anything with their parameters.
-    return optimizer_class in _ELEMENTWISE
-
-
-def _is_tensorwise(optimizer_class: type[Optimizer]) -> bool:
-    """Return whether the class treats every tensor separately.
-
-    This holds for a class with ``updates_tensors_separately = True``, for torch's optimizers except LBFGS, and for
-    subclasses of these that override none of their attributes except special methods, such as ``__init__``.
-    """
-    if vars(optimizer_class).get("updates_tensors_separately") is True:  # subclasses may change the update
-        return True
-    for base in optimizer_class.__mro__:
-        if base in _TENSORWISE:
-            names = [name for name in dir(base) if not name.startswith("__")]
-            # Unwrapped, because torch wraps the step() of a class when its first instance is created.
-            return all(
-                inspect.unwrap(getattr(optimizer_class, name)) is inspect.unwrap(getattr(base, name)) for name in names
-            )
-    return False
 
 
 def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> None:
@@ -83,6 +56,30 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
             f"{name} is not an elementwise optimizer of torch, so it cannot train pieces of parameters; "
             'give by="tensor", which assigns whole parameters to ranks'
         )
+
+
+def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
+    """Return whether this is an optimizer of torch that treats every element separately."""
+    # Subclasses are excluded, because they can do anything with their parameters.
+    return optimizer_class in _ELEMENTWISE
+
+
+def _is_tensorwise(optimizer_class: type[Optimizer]) -> bool:
+    """Return whether the class treats every tensor separately.
+
+    This holds for a class with ``updates_tensors_separately = True``, for torch's optimizers except LBFGS, and for
+    subclasses of these that override none of their attributes except special methods, such as ``__init__``.
+    """
+    if vars(optimizer_class).get("updates_tensors_separately") is True:  # subclasses may change the update
+        return True
+    for base in optimizer_class.__mro__:
+        if base in _TENSORWISE:
+            names = [name for name in dir(base) if not name.startswith("__")]
+            # Unwrapped, because torch wraps the step() of a class when its first instance is created.
+            return all(
+                inspect.unwrap(getattr(optimizer_class, name)) is inspect.unwrap(getattr(base, name)) for name in names
+            )
+    return False
 
 
 def template_parameters(optimizer_class: type[Optimizer], shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:

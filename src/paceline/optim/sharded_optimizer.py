@@ -10,21 +10,21 @@ Results of elementwise optimizers are bit-identical with and without sharding. T
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.forking import finalize
-from paceline.core.optimizer_shards import Assembly, Window, settings_of
+from paceline.core.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard, settings_of, uncast
 from paceline.core.torch_internals import never_compiled
 from paceline.ddp.channel import Channel
-from paceline.errors import UsageError
-from paceline.optim import states
+from paceline.errors import CheckpointMismatch, UsageError
 from paceline.optim.arguments import (
     Subject,
     check_class,
@@ -35,6 +35,9 @@ from paceline.optim.arguments import (
     validate_step,
 )
 from paceline.optim.sharding import Owned, Sharding
+
+MASTER = "master"
+"""Key of the master copy in a parameter's state."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -187,9 +190,27 @@ class ShardedOptimizer(Optimizer):
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's shard of the state, see :mod:`~paceline.core.optimizer_shards`."""
-        # The state has the memory order that the parameters had when they were cut, which may not be the current one.
-        strides = self._sharding.strides
-        return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject, strides)
+        parameters, inner = self.parameters, self._inner
+        state: dict[int, dict[str, Any]] = {}
+        for part in self.owned:
+            entry = dict(inner.state[part.trained]) if part.trained in inner.state else {}
+            if part.master_dtype is not None:
+                entry[MASTER] = part.trained.detach()
+            if entry:
+                state[part.index] = entry
+        return {
+            "state": state,
+            "param_groups": _packed(self.param_groups),
+            KEY: {
+                "rank": self._subject.rank,
+                "ranks": self._subject.size,
+                "pieces": {part.index: list(part.piece) for part in self.owned if part.piece is not None},
+                "shapes": {index: list(param.shape) for index, param in enumerate(parameters)},
+                # The memory order that the parameters had when they were cut, which may not be the current one.
+                "strides": dict(enumerate(map(list, self._sharding.strides))),
+                "dtypes": {index: param.dtype for index, param in enumerate(parameters)},
+            },
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard, like :meth:`local_state`; see :meth:`full_state_dict` for the whole state.
@@ -206,11 +227,28 @@ class ShardedOptimizer(Optimizer):
         All ranks must call this. The state can be loaded by an unsharded optimizer, or by a sharded one on any number
         of ranks.
         """
-        return states.full_state(self.local_state(), self.parameters, self.channel, to)
+        channel, shard, parameters = self.channel, self.local_state(), self.parameters
+        size = 1 if channel is None else channel.size
+        if to is not None and not 0 <= to < size:
+            raise CheckpointMismatch(
+                f"full_state_dict(to={to}) names a rank that does not exist; give a rank below {size}"
+            )
+        wanted = {index: Window(tuple(param.shape), param.stride(), None) for index, param in enumerate(parameters)}
+        assembly = Assembly(wanted) if channel is None or to in (None, channel.rank) else None
+        # One shard at a time, so that a rank never holds more than one shard besides its result.
+        for rank in range(size):
+            part = shard if channel is None else _broadcast_shard(shard, rank, channel, parameters[0].device)
+            if assembly is not None:
+                assembly.add(part)
+        if assembly is None:
+            return None
+        return {"state": dict(sorted(assembly.state().items())), "param_groups": deepcopy(assembly.groups)}
 
     def windows(self) -> dict[int, Window]:
         """Return this rank's part of each parameter's state."""
-        return states.windows(self.owned)
+        return {
+            part.index: Window(tuple(part.parameter.shape), part.parameter.stride(), part.piece) for part in self.owned
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly) -> None:
         """Load the state of an unsharded optimizer, this rank's shard, or the shards of all ranks.
@@ -222,8 +260,65 @@ class ShardedOptimizer(Optimizer):
             CheckpointMismatch: if the state is for other parameters, or a shard is missing or is another rank's.
         """
         self._sharding.follow()
-        loaded = states.find_owned(state_dict, self.owned, self._subject)
-        states.load(loaded, self.owned, self.param_groups, self._inner)
+        inner, loaded = self._inner, self._own_part(state_dict)
+        # A copy, because schedulers change the groups, and the loaded state belongs to the caller.
+        saved = deepcopy(loaded["param_groups"])
+        saved_sizes, sizes = ([len(group["params"]) for group in groups] for groups in (saved, self.param_groups))
+        if saved_sizes != sizes:
+            raise CheckpointMismatch(
+                f"the optimizer's state has groups of {saved_sizes} parameters, but this optimizer has groups of "
+                f"{sizes}; create the groups that were saved"
+            )
+        number = {index: place for place, index in enumerate(key for group in saved for key in group["params"])}
+        entries = {number.get(index, index): _copied(entry) for index, entry in loaded["state"].items()}
+        places = {id(part.trained): place for place, part in enumerate(self.owned)}
+        groups = [
+            {**settings_of(group), "params": [places[id(trained)] for trained in inner_group["params"]]}
+            for group, inner_group in zip(saved, inner.param_groups, strict=True)
+        ]
+        for part in self.owned:
+            master = entries.get(part.index, {}).pop(MASTER, None)
+            if part.master_dtype is not None:
+                values = part.values() if master is None else master
+                part.trained.data = values.to(device=part.parameter.device, dtype=part.master_dtype, copy=True)
+        state = {place: entries[part.index] for place, part in enumerate(self.owned) if entries.get(part.index)}
+        inner.load_state_dict({"state": state, "param_groups": groups})
+        # torch casts a loaded state to the parameter's dtype, which would change state of another dtype.
+        for place, part in enumerate(self.owned):
+            if place in state and loaded["dtypes"].get(part.index) == part.parameter.dtype:
+                uncast(inner.state[part.trained], state[place])
+        for group, saved_group in zip(self.param_groups, saved, strict=True):
+            names = {"param_names": group["param_names"]} if "param_names" in group else {}
+            parameters = group["params"]
+            group.clear()
+            group.update({**names, **saved_group, "params": parameters})
+
+    def _own_part(self, state: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly) -> dict[str, Any]:
+        """Return this rank's part of `state`, in the form of a shard."""
+        wanted, subject = self.windows(), self._subject
+        if not isinstance(state, Mapping):
+            assembly = state if isinstance(state, Assembly) else _assembled(wanted, state)
+            return {"state": assembly.state(), "param_groups": assembly.groups, "dtypes": assembly.dtypes}
+        if not is_shard(state):
+            saved = state["state"]
+            parts = {index: cut_state(saved[index], window) for index, window in wanted.items() if index in saved}
+            return {"state": parts, "param_groups": state["param_groups"], "dtypes": {}}
+        about = state[KEY]
+        if about["ranks"] == 1:  # the whole state, which fits any number of ranks
+            return self._own_part([state])
+        if (about["rank"], about["ranks"]) != (subject.rank, subject.size):
+            raise CheckpointMismatch(
+                f"rank {subject.rank} of {subject.size} was given the optimizer's shard of rank {about['rank']} of "
+                f"{about['ranks']}; load a list with the shards of all ranks, or the result of full_state_dict()"
+            )
+        # Pieces count elements in memory order, so with different strides they contain different elements.
+        pieces = {index: (tuple(piece), tuple(about["strides"][index])) for index, piece in about["pieces"].items()}
+        if pieces != {index: (part.piece, part.stride) for index, part in wanted.items() if part.piece is not None}:
+            raise CheckpointMismatch(
+                f"the shard of rank {subject.rank} was cut differently from this optimizer's parameters; load a list "
+                "with the shards of all ranks, or the result of full_state_dict()"
+            )
+        return {"state": state["state"], "param_groups": state["param_groups"], "dtypes": about["dtypes"]}
 
     def _refuse_hook(self, *_: Any, **options: Any) -> Any:
         raise UsageError(
@@ -245,3 +340,75 @@ def _refuse_torch_checkpoint() -> None:
             "torch.distributed.checkpoint would save or load only one rank's shard of a ShardedOptimizer; use "
             "optimizer.full_state_dict() on all ranks and optimizer.load_state_dict(), or paceline.Checkpointer"
         )
+
+
+def _packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with parameters replaced by numbers, like torch's optimizers do in their state dicts."""
+    packed, first = [], 0
+    for group in groups:
+        count = len(group["params"])
+        settings = {name: value for name, value in group.items() if name != "params"}
+        packed.append({**settings, "params": list(range(first, first + count))})
+        first += count
+    return packed
+
+
+def _broadcast_shard(
+    shard: Mapping[str, Any], source: int, channel: Channel, device: torch.device
+) -> Mapping[str, Any]:
+    """Return the shard of rank `source` on every rank."""
+    tensors: list[Tensor] = []
+
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return _Placeholder(tuple(value.shape), value.dtype, value.device.type)
+
+    is_source = channel.rank == source
+    plain = _mapped(shard, replaced) if is_source else None
+    plain = channel.all_gather_object(plain)[source]
+    if not is_source:
+
+        def made(value: Any) -> Any:
+            if isinstance(value, _Placeholder):
+                # Only the type of the source's device matters, because each rank has its own GPU.
+                own_device = value.device if value.device == "cpu" else device
+                tensors.append(torch.empty(value.shape, dtype=value.dtype, device=own_device))
+                return tensors[-1]
+            return value
+
+        plain = _mapped(plain, made)
+    channel.broadcast([tensor.reshape(-1) if tensor.dim() == 0 else tensor for tensor in tensors], source)
+    return shard if is_source else plain
+
+
+class _Placeholder:
+    """Shape, dtype and device of a tensor that is broadcast separately."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+
+def _mapped(value: Any, function: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _mapped(entry, function) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(entry, function) for entry in value)
+    return function(value)
+
+
+def _assembled(wanted: Mapping[int, Window], shards: Iterable[Any]) -> Assembly:
+    assembly = Assembly(wanted)
+    for shard in shards:
+        if not is_shard(shard):
+            raise CheckpointMismatch(
+                "an entry in the list of shards is not a shard; give the local_state() of every rank"
+            )
+        assembly.add(shard)
+    return assembly
+
+
+def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `entry` with copies of its tensors, because the optimizer changes them in place."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}

@@ -16,8 +16,7 @@ from _pytest._code.code import ExceptionChainRepr, ExceptionRepr, ReprEntryNativ
 
 from paceline.core.torch_elastic import OPTIMIZERS_NEED
 from paceline.errors import UsageError
-from paceline.testing import plugin_worker as coverage_of_ranks
-from paceline.testing.plugin_worker import Listener, RanksMark, defer, run_body
+from paceline.testing.plugin_worker import Listener, RanksMark, defer, harvest, run_body
 from paceline.testing.pool import RankFailed
 from paceline.testing.rank_processes import Ending, Outcome, RankRun, Verdict, judge, others
 
@@ -108,7 +107,7 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
             stream.flush()  # type: ignore[union-attr]  # a fork would write the buffer again
     runner = RankRun(size, mark.timeout)
     try:
-        endings = runner(lambda connected: run_body(item, runtest, mark, connected), coverage_of_ranks.harvest)
+        endings = runner(lambda connected: run_body(item, runtest, mark, connected), harvest)
     except UsageError as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
     _pass_on(item, {ending.rank: ending.outcome for ending in endings if ending.outcome is not None})

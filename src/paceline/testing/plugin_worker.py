@@ -1,4 +1,7 @@
-"""The part of the plug-in that runs on a rank: runs a test's body as pytest would run it in the test process."""
+"""The part of the plug-in that runs on a rank: runs a test's body as pytest would run it in the test process.
+
+The test process also uses the parts that both must agree on: the marker, the deferred fixtures, and coverage.
+"""
 
 from __future__ import annotations
 
@@ -30,83 +33,24 @@ from paceline.testing.faults import Faults
 from paceline.testing.rank_processes import TOO_LATE, Connected, Outcome, environment
 from paceline.testing.recorded_collectives import Recorder
 
-# Measures coverage on the ranks, and adds it to the test process's coverage.
-#
-# coverage.py's ``patch = fork, _exit`` is not enough: it saves when a process calls ``os._exit``, but the test process
-# kills ranks. The user would also have to configure it.
-
-
-PATTERN = "coverage-*"
-
-
-@contextmanager
-def measured(folder: Path, rank: int) -> Iterator[None]:
-    """Measure the block on a rank with the test process's settings, and write the data to a file in `folder`."""
-    inherited = _current()
-    if inherited is None:
-        yield
-        return
-    coverage: Any = sys.modules["coverage"]
-    inherited.stop()
-    options = {name: inherited.get_option(f"run:{name}") for name in ("branch", "source", "include", "omit")}
-    options["config_file"] = getattr(inherited.config, "config_file", None) or False
-    measurement = coverage.Coverage(data_file=str(folder / f"coverage-{rank}"), messages=False, **options)
-    measurement.set_option("run:parallel", False)
-    measurement.set_option("run:patch", [])
-    # Disable warnings that pytest might turn into errors. A rank does not have to run any of the measured source.
-    measurement._warn_no_data = measurement._warn_unimported_source = measurement._warn_preimported_source = False
-    with _where_paths_begin():
-        measurement.start()  # start() resolves relative paths
-    try:
-        yield
-    finally:
-        measurement.stop()
-        measurement.save()
-
-
-@contextmanager
-def _where_paths_begin() -> Iterator[None]:
-    """Change to the base folder of relative source paths, because the test may have changed to another folder."""
-    from coverage.files import relative_directory
-
-    cwd = os.open(".", os.O_RDONLY)  # a descriptor instead of a path, because the test may have deleted the folder
-    try:
-        os.chdir(relative_directory())
-        yield
-    finally:
-        os.fchdir(cwd)
-        os.close(cwd)
-
-
-def harvest(folder: Path) -> None:
-    """Merge the measurements that ranks wrote to `folder` into the test process's own."""
-    current = _current()
-    if current is None:
-        return
-    coverage: Any = sys.modules["coverage"]
-    for file in sorted(folder.glob(PATTERN)):
-        measured_there = coverage.CoverageData(basename=str(file))
-        measured_there.read()
-        current.get_data().update(measured_there)
-
-
-def _current() -> Any:
-    """Return the active coverage.py object; None if there is none."""
-    coverage: Any = sys.modules.get("coverage")
-    return coverage.Coverage.current() if coverage is not None and hasattr(coverage, "Coverage") else None
-
-
-# Reads and checks the ``ranks`` marker of a test.
-
-
+WORLD: pytest.StashKey[Any] = pytest.StashKey()
+FAULTS: pytest.StashKey[Any] = pytest.StashKey()
 TIMEOUT_S = 60.0
 BACKENDS = ("paceline", "gloo", "nccl")
 FORM = "write @pytest.mark.ranks(2) or @pytest.mark.ranks(1, 2, 4, timeout=30, backend='gloo')"
+LEAST_PATIENCE_S = 30.0
+"""Minimum timeout of collectives in seconds, to leave ranks time to start."""
+CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+"""Parts of error messages of collectives that failed because of another rank."""
+UNFORKABLE = ("fork-based multiprocessing", "in forked subprocess", "CUDA error: initialization error")
+"""Parts of torch's error messages in a process that was forked too late (:data:`.TOO_LATE`)."""
+RUNNER = re.compile(r"event_loop|_function_scoped_runner")
+"""Names of pytest-asyncio fixtures that contain an event loop, whose file descriptors ranks cannot share."""
 
 
 @dataclass(frozen=True)
 class RanksMark:
-    """The checked arguments of a test's marker."""
+    """The checked arguments of a test's ``ranks`` marker."""
 
     counts: tuple[int, ...]
     """Numbers of ranks; the test runs once for each."""
@@ -132,13 +76,6 @@ class RanksMark:
         return mark
 
 
-# Fixtures that need the process group: they are set up and torn down on the ranks, not in the test process.
-
-
-RUNNER = re.compile(r"event_loop|_function_scoped_runner")
-"""Names of pytest-asyncio fixtures that contain an event loop, whose file descriptors ranks cannot share."""
-
-
 class _Deferred:
     """Placeholder for a fixture that the test process does not set up."""
 
@@ -150,7 +87,10 @@ DEFERRED = _Deferred()
 
 
 def defer(item: Any) -> None:
-    """Keep the test process from setting up fixtures that exist only on ranks, and fixtures that depend on them."""
+    """Keep the test process from setting up fixtures that need the process group, and fixtures that depend on them.
+
+    They are set up and torn down on the ranks.
+    """
     if getattr(item, "funcargs", None) is None:
         return
     definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs
@@ -179,84 +119,10 @@ def _needs(name: str, needed: set[str], definitions: dict[str, Any], visited: se
     )
 
 
-def run_new_finalizers(item: Any) -> Callable[[], None]:
-    """Return a function that runs all tear-downs registered after this call, latest first."""
-    stack: dict[Any, Any] = item.session._setupstate.stack
-    counts = {node: len(finalizers) for node, (finalizers, _) in stack.items()}
-
-    def run() -> None:
-        errors = []
-        for node, (finalizers, _) in reversed(list(stack.items())):
-            for finalizer in reversed(finalizers[counts.get(node, 0) :]):
-                try:
-                    finalizer()
-                # As in pytest, still run the remaining tear-downs.
-                except BaseException as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
-
-    return run
-
-
-# Captures a rank's output with pytest's own capturing, but into the rank's own files.
-#
-# Forks share the test process's files, with one offset for all ranks. A rank replaces them, so that ``capsys``,
-# ``capfd``
-# and the report contain only the output of this rank.
-
-
-def separate(config: pytest.Config) -> None:
-    """Make pytest capture output into the rank's own files."""
-    manager: Any = config.pluginmanager.getplugin("capturemanager")
-    for capturing in _capturings(manager):
-        for capture in (capturing.out, capturing.err):
-            file = getattr(capture, "tmpfile", None)
-            descriptor = getattr(capture, "targetfd", None)
-            if file is None or descriptor is None:  # not captured, or captured in memory
-                continue
-            with tempfile.TemporaryFile(buffering=0) as capture_file:
-                os.dup2(capture_file.fileno(), file.fileno())
-            # While capturing is suspended, for example by capsys.disabled(), the descriptor is the terminal's.
-            if capture._state == "started":
-                os.dup2(file.fileno(), descriptor)
-
-
-def read(config: pytest.Config) -> list[tuple[str, str]]:
-    """Return this rank's output since the last call, as pairs of ``stdout`` or ``stderr`` and the text."""
-    manager: Any = config.pluginmanager.getplugin("capturemanager")
-    texts = {"stdout": "", "stderr": ""}
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(ValueError, OSError):
-            stream.flush()
-    for capturing in _capturings(manager):
-        # A test may have closed a file; pytest asserts that this does not happen.
-        with suppress(ValueError, OSError, AssertionError):
-            out, err = capturing.readouterr()
-            texts["stdout"] += out if isinstance(out, str) else out.decode(errors="replace")
-            texts["stderr"] += err if isinstance(err, str) else err.decode(errors="replace")
-    return [(name, text) for name, text in texts.items() if text]
-
-
-def _capturings(manager: Any) -> list[Any]:
-    """Return pytest's active capturing objects: the session's, and that of a fixture, if any."""
-    fixture = getattr(manager, "_capture_fixture", None)
-    capturings = [getattr(manager, "_global_capturing", None), getattr(fixture, "_capture", None)]
-    return [capturing for capturing in capturings if capturing is not None]
-
-
-LEAST_PATIENCE_S = 30.0
-"""Minimum timeout of collectives in seconds, to leave ranks time to start."""
-CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
-"""Parts of error messages of collectives that failed because of another rank."""
-UNFORKABLE = ("fork-based multiprocessing", "in forked subprocess", "CUDA error: initialization error")
-"""Parts of torch's error messages in a process that was forked too late (:data:`.TOO_LATE`)."""
-
-
 def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected) -> Outcome:
     """Run the test of `item` on this rank, and record its calls to torch's functions."""
     properties = len(item.user_properties)
-    separate(item.config)
+    _separate_output(item.config)
     reports = _listen(item.config, connected)
     with measured(connected.folder, connected.rank), ExitStack() as stack:
         records: list[Any] | None = None
@@ -270,7 +136,7 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
     for report in reports:  # reports of subtests
         if report.failed and outcome.kind == "passed":
             outcome = Outcome("failed", _first_line(report.longreprtext), _kept(report.longrepr))
-    outcome.sections = read(item.config) + _log(item.config)
+    outcome.sections = _read_output(item.config) + _log(item.config)
     outcome.warnings = [_warning(record) for record in records or ()]
     outcome.properties = [(name, _kept(value)) for name, value in item.user_properties[properties:]]
     if recorder is not None:
@@ -283,7 +149,7 @@ def _run(
 ) -> tuple[Recorder | None, BaseException | None]:
     """Join the process group, set up the deferred fixtures, run the body, and tear the fixtures down."""
     __tracebackhide__ = True
-    faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why))
+    faults = Faults(connected.rank, connected.size, lambda why: connected.send("killed", why))
     recorder = None
     # The test process tears down the fixtures that it has set up.
     undo = run_new_finalizers(item)
@@ -326,10 +192,6 @@ def _set_up_deferred(item: Any, world: Any, faults: Faults) -> None:
         arguments[name] = item._request.getfixturevalue(name)
 
 
-WORLD: pytest.StashKey[Any] = pytest.StashKey()
-FAULTS: pytest.StashKey[Any] = pytest.StashKey()
-
-
 def _let_the_test_initialize(port: int) -> None:
     """Let a test create the default process group itself, after closing ours, which it has not used.
 
@@ -361,6 +223,26 @@ def _warn_of_unhandled(config: pytest.Config) -> None:
         collect = getattr(config.pluginmanager.getplugin(name), function, None)
         if collect is not None:  # since pytest 8.4
             collect(config)
+
+
+def run_new_finalizers(item: Any) -> Callable[[], None]:
+    """Return a function that runs all tear-downs registered after this call, latest first."""
+    stack: dict[Any, Any] = item.session._setupstate.stack
+    counts = {node: len(finalizers) for node, (finalizers, _) in stack.items()}
+
+    def run() -> None:
+        errors = []
+        for node, (finalizers, _) in reversed(list(stack.items())):
+            for finalizer in reversed(finalizers[counts.get(node, 0) :]):
+                try:
+                    finalizer()
+                # As in pytest, still run the remaining tear-downs.
+                except BaseException as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    return run
 
 
 class Listener:
@@ -491,3 +373,107 @@ def _log(config: pytest.Config) -> list[tuple[str, str]]:
     plugin: Any = config.pluginmanager.getplugin("logging-plugin")
     text = plugin.report_handler.stream.getvalue().strip() if plugin is not None else ""
     return [("log", text)] if text else []
+
+
+def _separate_output(config: pytest.Config) -> None:
+    """Make pytest's own capturing write this rank's output into the rank's own files.
+
+    Forks share the test process's files, with one offset for all ranks. A rank replaces them, so that ``capsys``,
+    ``capfd`` and the report contain only the output of this rank.
+    """
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    for capturing in _capturings(manager):
+        for capture in (capturing.out, capturing.err):
+            file = getattr(capture, "tmpfile", None)
+            descriptor = getattr(capture, "targetfd", None)
+            if file is None or descriptor is None:  # not captured, or captured in memory
+                continue
+            with tempfile.TemporaryFile(buffering=0) as capture_file:
+                os.dup2(capture_file.fileno(), file.fileno())
+            # While capturing is suspended, for example by capsys.disabled(), the descriptor is the terminal's.
+            if capture._state == "started":
+                os.dup2(file.fileno(), descriptor)
+
+
+def _read_output(config: pytest.Config) -> list[tuple[str, str]]:
+    """Return this rank's output since the last call, as pairs of ``stdout`` or ``stderr`` and the text."""
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    texts = {"stdout": "", "stderr": ""}
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError, OSError):
+            stream.flush()
+    for capturing in _capturings(manager):
+        # A test may have closed a file; pytest asserts that this does not happen.
+        with suppress(ValueError, OSError, AssertionError):
+            out, err = capturing.readouterr()
+            texts["stdout"] += out if isinstance(out, str) else out.decode(errors="replace")
+            texts["stderr"] += err if isinstance(err, str) else err.decode(errors="replace")
+    return [(name, text) for name, text in texts.items() if text]
+
+
+def _capturings(manager: Any) -> list[Any]:
+    """Return pytest's active capturing objects: the session's, and that of a fixture, if any."""
+    fixture = getattr(manager, "_capture_fixture", None)
+    capturings = [getattr(manager, "_global_capturing", None), getattr(fixture, "_capture", None)]
+    return [capturing for capturing in capturings if capturing is not None]
+
+
+@contextmanager
+def measured(folder: Path, rank: int) -> Iterator[None]:
+    """Measure coverage of the block with the test process's settings, and write the data to a file in `folder`.
+
+    coverage.py's ``patch = fork, _exit`` is not enough: it saves when a process calls ``os._exit``, but the test
+    process kills ranks. The user would also have to configure it.
+    """
+    inherited = _current_coverage()
+    if inherited is None:
+        yield
+        return
+    coverage: Any = sys.modules["coverage"]
+    inherited.stop()
+    options = {name: inherited.get_option(f"run:{name}") for name in ("branch", "source", "include", "omit")}
+    options["config_file"] = getattr(inherited.config, "config_file", None) or False
+    measurement = coverage.Coverage(data_file=str(folder / f"coverage-{rank}"), messages=False, **options)
+    measurement.set_option("run:parallel", False)
+    measurement.set_option("run:patch", [])
+    # Disable warnings that pytest might turn into errors. A rank does not have to run any of the measured source.
+    measurement._warn_no_data = measurement._warn_unimported_source = measurement._warn_preimported_source = False
+    with _where_paths_begin():
+        measurement.start()  # start() resolves relative paths
+    try:
+        yield
+    finally:
+        measurement.stop()
+        measurement.save()
+
+
+@contextmanager
+def _where_paths_begin() -> Iterator[None]:
+    """Change to the base folder of relative source paths, because the test may have changed to another folder."""
+    from coverage.files import relative_directory
+
+    cwd = os.open(".", os.O_RDONLY)  # a descriptor instead of a path, because the test may have deleted the folder
+    try:
+        os.chdir(relative_directory())
+        yield
+    finally:
+        os.fchdir(cwd)
+        os.close(cwd)
+
+
+def harvest(folder: Path) -> None:
+    """Merge the coverage that ranks wrote to `folder` into the test process's own."""
+    current = _current_coverage()
+    if current is None:
+        return
+    coverage: Any = sys.modules["coverage"]
+    for file in sorted(folder.glob("coverage-*")):
+        measured_there = coverage.CoverageData(basename=str(file))
+        measured_there.read()
+        current.get_data().update(measured_there)
+
+
+def _current_coverage() -> Any:
+    """Return the active coverage.py object; None if there is none."""
+    coverage: Any = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage is not None and hasattr(coverage, "Coverage") else None
