@@ -117,11 +117,6 @@ class StepBarrier:
         others = self._opened().items()
         return [rank for rank, other in others if not other.has_left and not is_running(other.pid)]
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every rank has finished its training or left."""
-        return all(other.has_left for other in self._opened().values())
-
     def wait_for_step(self, step: int, seconds: float) -> None:
         """Wait until every running rank has completed `step`."""
         deadline = time.monotonic() + seconds
@@ -134,7 +129,7 @@ class StepBarrier:
         """Wait until every rank has finished its training or is gone; return the ranks that are gone."""
         deadline = time.monotonic() + seconds
         while not (gone := self.lost_ranks()) and time.monotonic() < deadline:
-            if self.is_over:
+            if all(other.has_left for other in self._opened().values()):
                 break
             time.sleep(_LOOK_S)
         return gone

@@ -245,7 +245,8 @@ class Rescue:
         blamed = getattr(error, "blamed", None) is not None
         if barrier is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
-        if _is_from_wrong_rank(error):
+        wrong = next((cause for cause in with_causes(error) if isinstance(cause, WrongComputation)), None)
+        if wrong is not None and not wrong.may_save:
             return  # otherwise, all replicas would have this rank's wrong weights after a restart
         if any(entry.is_sharded for entry in self._contents.entries()):
             return  # the lost rank's parts of DTensors are gone
@@ -285,12 +286,6 @@ class Rescue:
         states: list[Part] = [*((None, capture) for capture in shared), *enumerate(map(_joined, ranks))]
         size = sum(step_folders.needed(capture.tensors.values()) for _, capture in states)
         write(store, Save(step, len(ranks), size, Notes()), store.start(step, size), states)
-
-
-def _is_from_wrong_rank(error: BaseException) -> bool:
-    """Return whether a wrong computation on this rank caused `error`."""
-    wrong = next((cause for cause in with_causes(error) if isinstance(cause, WrongComputation)), None)
-    return wrong is not None and not wrong.may_save
 
 
 def _joined(states: OwnStates) -> Capture:

@@ -278,7 +278,7 @@ def restore(
 
 
 @dataclass
-class _Before:
+class _Previous:
     """A copy of an object's state before a restore."""
 
     entry: Registered
@@ -287,7 +287,7 @@ class _Before:
     is_loaded: bool = False  # whether the object has loaded another state since
 
     @classmethod
-    def of(cls, entry: Registered) -> _Before:
+    def of(cls, entry: Registered) -> _Previous:
         encoder = Encoder(None if entry.per_rank else whole_of)  # collective
         node = entry.capture(encoder)
         # Cloned, because loading writes into the object's own tensors.
@@ -302,7 +302,7 @@ class Loading:
     saved: Saved
     in_shards: Collection[str]
     """Names of the optimizers that were saved in shards."""
-    undo: list[_Before] = field(default_factory=list)
+    undo: list[_Previous] = field(default_factory=list)
 
     def shared(self, match: Match) -> None:
         name = match.entry.name
@@ -339,7 +339,7 @@ class Loading:
 
         def attempt() -> None:
             # Copied before the load, because a failed load may have changed half of the object.
-            self.undo.append(previous := _Before.of(match.entry))
+            self.undo.append(previous := _Previous.of(match.entry))
             load(*states, self.saved.step)
             previous.is_loaded = True
 
@@ -368,7 +368,7 @@ def _keep_own_settings(world: World, step: int, matches: Sequence[Match]) -> Non
         )
 
 
-def _put_back(undo: Iterable[_Before], step: int) -> None:
+def _put_back(undo: Iterable[_Previous], step: int) -> None:
     """Load the earlier states, without communication, because other ranks may have ended."""
     # In reverse, because a scheduler, which is loaded after its optimizer, also changes the optimizer's rates.
     for previous in reversed(list(undo)):

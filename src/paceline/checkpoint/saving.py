@@ -59,7 +59,10 @@ def capture_all(
 
     def prepare() -> None:
         notes.append(note())
-        _check_can_be_saved(step, entries)
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise UsageError(f"step must be a whole number >= 0, not {step!r}")
+        for entry in entries:
+            entry.check_window(step)
         with _explained(step):
             if not any(entry.is_sharded for entry in entries):
                 take()
@@ -78,13 +81,6 @@ def capture_all(
         # DTensors are gathered after all ranks have prepared without an error, because a gather needs all ranks.
         sizes = _agree(world, step, names, gather, captured)
     return Save(step, world.size, sum(sizes), notes[0]), captured
-
-
-def _check_can_be_saved(step: Any, entries: Iterable[Registered]) -> None:
-    if type(step) is not int or not 0 <= step < 10**18:
-        raise UsageError(f"step must be a whole number >= 0, not {step!r}")
-    for entry in entries:
-        entry.check_window(step)
 
 
 def _agree(
