@@ -22,7 +22,7 @@ from paceline import unwrap
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.nn import SyncBatchNorm
-from paceline.testing.one_process import gradient_difference, tensor_difference, weight_difference
+from paceline.testing.assertions import gradient_difference, tensor_difference, weight_difference
 from ranks import Pools as Pools
 
 INPUTS, OUTPUTS = 5, 3

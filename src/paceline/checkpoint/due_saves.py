@@ -108,7 +108,7 @@ class DueSaves:
     Args:
         record: this rank's record; the launcher reads it to find out whether anything was saved.
         warns: whether this rank warns about failures.
-        interval: told how long each save stops the job.
+        interval: receives how long each save stopped the job.
     """
 
     def __init__(self, record: StepRecord | None, warns: bool, interval: SaveInterval) -> None:

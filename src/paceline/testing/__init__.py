@@ -4,8 +4,7 @@ With pytest, ``@pytest.mark.ranks(2)`` runs a test's body on ranks. The assertio
 process group, and with any wrapper, including torch's.
 """
 
-from paceline.testing.assertions import assert_data_is_split, assert_replicas_equal
-from paceline.testing.one_process import assert_equals_one_process
+from paceline.testing.assertions import assert_data_is_split, assert_equals_one_process, assert_replicas_equal
 from paceline.testing.pool import Pools, RankFailed
 
 __all__ = [
