@@ -108,7 +108,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def _open(self, async_save: bool) -> bool:
         recovery = self._recovery
-        self._opened = RunFolder(self._path, self._keep, async_save, recovery.memory, recovery.goes_on)
+        self._opened = RunFolder(self._path, self._keep, async_save, recovery.memory, recovery.has_progress)
         return async_save
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -303,7 +303,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if is_part:
             return saved.step
         source = "memory" if saved.path.parent == self._recovery.memory else "disk"
-        self._recovery.go_on_from(saved.step, source)
+        self._recovery.resume_from(saved.step, source)
         if source == "memory" and isinstance(self.every, int) and self._schedule.is_due(saved.step):
             self.due.save(self, saved.step)  # the failure may have interrupted its save
         return saved.step

@@ -23,7 +23,7 @@ from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.saving import Part, Save, write
 from paceline.checkpoint.signals import StopRequests
 from paceline.checkpoint.step_boundary import Boundary, holder_of
-from paceline.checkpoint.step_folders import Storage, nothing_is_kept
+from paceline.checkpoint.step_folders import Storage, full_memory_message
 from paceline.core import consensus
 from paceline.core.failpoints import strike
 from paceline.core.failure_callbacks import at_failure, with_causes
@@ -115,7 +115,7 @@ class Recovery:
             self._redone = max(((record.restored, record.redone) for record in earlier), default=(0, 0))[1]
             if any(record.is_durable for record in earlier):
                 self.record.is_durable = True
-            self.go_on_from(0, None)
+            self.resume_from(0, None)
         if self._barrier is not None:
             self._rescue = Rescue(self.boundary, contents)
             self._forget = at_failure(self._rescue)
@@ -123,7 +123,7 @@ class Recovery:
             atexit.register(self._leave)
 
     @property
-    def goes_on(self) -> bool:
+    def has_progress(self) -> bool:
         """Whether an earlier start has completed a step."""
         return self._reached > 0
 
@@ -133,9 +133,9 @@ class Recovery:
         if self.record is not None and (count := virtual_ranks_of(entry.object)):
             self.record.virtual_ranks = count
 
-    def go_on_from(self, step: int, source: str | None) -> None:
+    def resume_from(self, step: int, source: str | None) -> None:
         """Continue from `step`, which was restored from `source`."""
-        self.boundary.go_on_from(step)
+        self.boundary.resume_from(step)
         self._source = source
         if self.record is not None:
             self.record.restore(step, source, max(0, self._redone + self._reached - step))
@@ -206,7 +206,7 @@ def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRe
         timeout = float(os.environ.get(TIMEOUT, "600"))
         return record, StepBarrier(records, world.rank, world.size, timeout, record), ""
     except OSError as error:
-        return record, None, nothing_is_kept(error, records)
+        return record, None, full_memory_message(error, records)
 
 
 def _agreed_barrier(world: World, barrier: StepBarrier | None, problem: str) -> StepBarrier | None:
@@ -251,7 +251,7 @@ class Rescue:
         if any(entry.is_sharded for entry in self._contents.entries()):
             return  # the lost rank's parts of DTensors are gone
         step, memory = self._boundary.step, rescued_folder(barrier.folder)
-        with _turn(memory):
+        with _locked(memory):
             if step in _steps(memory) or step in _steps(self._contents.folder):
                 return
             strike("rescue")
@@ -324,7 +324,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 @contextmanager
-def _turn(memory: Path) -> Iterator[None]:
+def _locked(memory: Path) -> Iterator[None]:
     """Wait until no other rank is saving. The lock of a killed rank is released."""
     memory.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(memory.with_name(f"{memory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -47,15 +47,15 @@ class RunFolder:
         keep: the rule for checkpoints to keep.
         async_save: whether saves are written in the background.
         memory: the folder of rescued checkpoints, which may not exist; None without rescues.
-        goes_on: see :class:`Storage`.
+        has_progress: see :class:`Storage`.
     """
 
-    def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None, goes_on: bool) -> None:
+    def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None, has_progress: bool) -> None:
         keep.check()
         if not isinstance(async_save, bool):
             raise UsageError(f"async_save must be True or False, not {async_save!r}")
         self._keep, self._memory = keep, memory
-        self._storage = Storage(folder, goes_on)
+        self._storage = Storage(folder, has_progress)
         self.writer = Writer(self._storage, keep, async_save)
 
     def save(self, order: Save, own_captures: Sequence[Capture]) -> Path:

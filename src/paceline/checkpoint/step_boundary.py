@@ -24,7 +24,7 @@ from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.optimizer_states import parameters
 from paceline.checkpoint.rank_states import StepBarrier
 from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.step_folders import nothing_is_kept
+from paceline.checkpoint.step_folders import full_memory_message
 from paceline.core.failpoints import strike
 from paceline.core.spans import recorder
 from paceline.core.step_progress import StepRecord
@@ -96,7 +96,7 @@ class Boundary:
             return
         self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Continue from `step`; all registered objects already have its states."""
         self.step, self._snapshots = step, None
         if (box := recorder.box) is not None:
@@ -224,7 +224,7 @@ class Boundary:
 
     def _leave_full_memory(self, error: OSError) -> None:
         assert self.barrier is not None
-        logger.warning("rank %d: %s", self.barrier.rank, nothing_is_kept(error, self.barrier.folder))
+        logger.warning("rank %d: %s", self.barrier.rank, full_memory_message(error, self.barrier.folder))
         self.leave_barrier()
 
     def _can_rescue(self, watched: Watched) -> bool:

@@ -57,11 +57,11 @@ class Storage:
 
     Args:
         folder: the folder.
-        goes_on: whether the run has completed steps. If so, an unwritable folder only causes a warning, and every save
-            tries again.
+        has_progress: whether the run has completed steps. If so, an unwritable folder only causes a warning, and every
+            save tries again.
     """
 
-    def __init__(self, folder: Path, goes_on: bool = False) -> None:
+    def __init__(self, folder: Path, has_progress: bool = False) -> None:
         self.folder = folder
         self.settled = threading.RLock()
         """Held while names change or folders are read, so that the folders read are durable and stay in place."""
@@ -77,7 +77,7 @@ class Storage:
             _refuse_newer(folder)
             _probe(folder)
         except OSError as error:
-            if not goes_on:
+            if not has_progress:
                 self.close()
                 raise UsageError(
                     f"the checkpoint folder {folder} cannot be used: {reason(error)}; "
@@ -390,7 +390,7 @@ def check_room(folder: Path, size: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {figures}")
 
 
-def nothing_is_kept(error: OSError, folder: Path) -> str:
+def full_memory_message(error: OSError, folder: Path) -> str:
     """Return the message for ranks that cannot rescue steps because the job's `folder` is full."""
     return (
         "a failure will cost the steps since the last save on disk, because the job's folder is full "

@@ -124,8 +124,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         else:
             self.progress = _made(dataset, batch_size, shared_options, of_samplers)
         self.progress.describe(dataset)
-        has_unlike_slices = self.progress.world_size > 1 and self.progress.slicing.unlike_by
-        self._weight_check = WeightCheck(self.progress.rank) if has_unlike_slices else None
+        has_unequal_slices = self.progress.world_size > 1 and self.progress.slicing.unequal_by
+        self._weight_check = WeightCheck(self.progress.rank) if has_unequal_slices else None
         fetch: Fetch | Reader
         if is_stream := isinstance(self.progress, GlobalBatchStream):
             fetch = Reader(self.progress, collate, options.get("num_workers", 0))
@@ -191,7 +191,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         this_pass, is_exiting = progress.passes, sys.is_finalizing  # a local, because modules are gone at exit
         try:
             for fetched, last in self._batches():
-                batch = self._learn(fetched) if isinstance(fetched, WithEmpty) else fetched
+                batch = self._keep_empty(fetched) if isinstance(fetched, WithEmpty) else fetched
                 if is_empty := batch is None:
                     batch = copy.deepcopy(self._empty)  # a copy, because the script may change it
                 elif virtual_ranks is not None and (is_empty := not batch.filled):
@@ -227,7 +227,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 self.at_last = self.slice_is_empty = False
                 progress.leave()
 
-    def _learn(self, fetched: WithEmpty) -> Any:
+    def _keep_empty(self, fetched: WithEmpty) -> Any:
         """Keep the empty batch, or warn that there is none; returns the batch that came with it."""
         self._tickets.needs_example, self._empty = False, fetched.empty
         if fetched.reason:

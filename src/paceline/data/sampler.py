@@ -98,7 +98,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self._fetched = 0  # batches that __iter__ has yielded in this pass
         self._assumed = False  # the latest pass was fetched to its end, so it counts as consumed
         if cost is not None:
-            self.slicing.unlike_by = "cost"
+            self.slicing.unequal_by = "cost"
         self._check_not_empty()
 
     def _check_not_empty(self) -> None:

@@ -131,7 +131,7 @@ class Slicing:
 
     def __init__(self, batch_size: int, rank: int, world_size: int, speed: Sequence[float] | None) -> None:
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
-        self.unlike_by = "" if speed is None else "speed"
+        self.unequal_by = "" if speed is None else "speed"
         """Name of the argument that makes slices differ in length; empty if there is none."""
         self.speeds = checked_speeds(speed, world_size, batch_size)
         """The ranks' speeds; None if slices do not depend on them."""
@@ -143,9 +143,9 @@ class Slicing:
         """
         if virtual_ranks is None:
             return self._world_size, (self._rank,)
-        if self.unlike_by:
+        if self.unequal_by:
             raise UsageError(
-                f"{self.unlike_by}= cuts batches into slices of different lengths and virtual_ranks={virtual_ranks} "
+                f"{self.unequal_by}= cuts batches into slices of different lengths and virtual_ranks={virtual_ranks} "
                 "into equal ones; leave one of the two out"
             )
         if not 1 <= virtual_ranks <= self._batch_size:

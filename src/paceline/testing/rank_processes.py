@@ -127,7 +127,7 @@ class RankRun:
                 for rank in range(self.size):
                     self._fork(rank, body, Path(folder), listener)
                 store = loopback_store(listener=listener)  # started only after the forks, because it starts threads
-                self._converse()
+                self._wait_for_ranks()
                 self._ask_for_stacks(Path(folder))
             finally:
                 for process in self.processes:
@@ -156,7 +156,7 @@ class RankRun:
             os.setpgid(pid, pid)  # the rank also does this; from now on it can be killed as a group
         self.processes.append(RankProcess(pid, parent_end, note, Ending(rank)))
 
-    def _converse(self) -> None:
+    def _wait_for_ranks(self) -> None:
         """Receive messages until all ranks have ended or further waiting is useless."""
         looked = self._start
         while waiting := [process for process in self.processes if not process.is_over]:

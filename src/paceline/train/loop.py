@@ -49,7 +49,7 @@ class Loop:
         self.config, self.evaluation, self.position = config, evaluation, loader.progress
         self.average = LossAverage(model)
         self.step = TrainingStep(model, optimizer, loss, config, self.average, loader.progress.batch_size)
-        self.state = RunState(may_go_on=config.allow_changed_settings)
+        self.state = RunState(may_continue=config.allow_changed_settings)
         self.result = self.state.result
         self.run = Run(model, optimizer, self.position, asdict(config), self.state)
         self.callbacks = Callbacks(callbacks, self.run)

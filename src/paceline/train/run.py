@@ -113,8 +113,8 @@ class Result:
 class RunState:
     """State that a resumed run needs apart from its model and data; it is the same on every rank."""
 
-    def __init__(self, may_go_on: bool) -> None:
-        self._may_go_on = may_go_on
+    def __init__(self, may_continue: bool) -> None:
+        self._may_continue = may_continue
         """Whether a stopped run continues when its state is loaded."""
         self.result = Result()
         self.metrics: dict[str, float] = {}
@@ -147,7 +147,7 @@ class RunState:
         self.metrics, self.logged = dict(saved["metrics"]), dict(saved["logged"])
         self.evaluated_at, self.best = int(saved["evaluated_at"]), dict(saved["best"])
         self.result.metrics = dict(saved["result"])
-        self.is_stopped = bool(saved["is_stopped"]) and not self._may_go_on
+        self.is_stopped = bool(saved["is_stopped"]) and not self._may_continue
 
 
 class StopRequest:

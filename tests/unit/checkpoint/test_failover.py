@@ -183,7 +183,7 @@ def test_a_start_killed_before_it_restored_does_not_redo_steps(tmp_path: Path, a
     recovery.close(failing=False)
     record_path(tmp_path / STEPS / key_of(folder), 0).replace(record_path(before, 0))  # killed here
     recovery = start()
-    recovery.go_on_from(48, "disk")
+    recovery.resume_from(48, "disk")
     assert recovery.history().steps_redone == 2
     recovery.close(failing=False)
 

@@ -81,13 +81,13 @@ def test_incompatible_run_is_refused_before_training(pools: Pools, tmp_path: Pat
 )
 def test_best_value_of_another_metric_or_mode_is_ignored(metric: str, mode: Any, is_same: bool) -> None:
     # An accuracy was compared with the best loss: it was never saved as the best, or the run ended early.
-    stopping, state = EarlyStopping("loss"), RunState(may_go_on=False)
+    stopping, state = EarlyStopping("loss"), RunState(may_continue=False)
     for value in (1.0, 2.0):
         stopping.on_evaluation(Mock(metrics={"eval/loss": value}))
     state.evaluated({"loss": 1.0})
     assert Saves(Mock(keep_best=("loss", "min")), Mock(), state).is_best()
 
-    again, resumed = EarlyStopping(metric, mode), RunState(may_go_on=False)
+    again, resumed = EarlyStopping(metric, mode), RunState(may_continue=False)
     again.load_state_dict(stopping.state_dict())
     assert (again.best, again.wait) == ((1.0, 1) if is_same else (None, 0))
     resumed.load_state_dict(state.state_dict())
