@@ -15,7 +15,6 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
 from paceline.core import data_position
-from paceline.core.data_position import note_empty_slice, taken
 from paceline.core.messages import with_article
 from paceline.core.rng import derive_seed
 from paceline.core.spans import DATA_WAIT, recorder
@@ -197,9 +196,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 elif virtual_ranks is not None and (is_empty := not batch.filled):
                     batch.empty = copy.deepcopy(self._empty)
                 progress.hand_over()
-                taken.empty_slices.pop(progress.key, None)
+                data_position.taken.empty_slices.pop(progress.key, None)
                 if is_empty:
-                    note_empty_slice(progress)
+                    data_position.note_empty_slice(progress)
                 self.at_last, self.slice_is_empty = last, is_empty
                 expected = (progress.epoch, progress.position)
                 if check is not None:
@@ -221,7 +220,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 if check is not None:
                     check.end_batch()
             progress.finish()
-            taken.empty_slices = dict.fromkeys(taken.empty_slices, False)
+            data_position.taken.empty_slices = dict.fromkeys(data_position.taken.empty_slices, False)
         finally:
             if not is_exiting() and this_pass == progress.passes:
                 self.at_last = self.slice_is_empty = False
