@@ -34,10 +34,10 @@ from paceline.launch.job import (
     Job,
     LoopbackStores,
     black_boxes,
-    farewell,
+    child_arguments,
     fork_server,
     rank_environment,
-    tied,
+    report_stop,
     torchrun_environment,
 )
 from paceline.launch.job_report import JobReport
@@ -112,7 +112,7 @@ class Agent:
 
     def _start(self, stores: LoopbackStores) -> None:
         self._fork_server.prepare(lambda: bool(self._caught.received))
-        self._obey()  # importing takes seconds
+        self._handle_signal()  # importing takes seconds
         self._begin()
         self._boxes.clear(range(self._boxes.note.nproc))
         self._restarts.begin()
@@ -135,7 +135,7 @@ class Agent:
             self._context = start_processes(
                 job.role,
                 sys.executable,
-                dict.fromkeys(ranks, tuple(tied(job.command))),
+                dict.fromkeys(ranks, tuple(child_arguments(job.command))),
                 {rank: of_job | torchrun_environment(job, rank, size, stores.port) | of_start for rank in ranks},
                 self._files,
                 prefixes,
@@ -150,7 +150,7 @@ class Agent:
     def _watch(self) -> bool:
         """Watch the ranks until all have exited; return whether to start them again."""
         while True:
-            self._obey()
+            self._handle_signal()
             self._ranks.poll(self._hangs.pause(self._job.interval))
             self._hangs.check(self._ranks.pids(), self._say)
             if self._ranks.failed():
@@ -164,13 +164,13 @@ class Agent:
         """Find out why a rank failed, and terminate the other ranks; return whether to start all ranks again."""
         ranks = self._ranks
         ranks.await_cause(lambda: bool(self._caught.received))
-        self._obey()  # a SIGTERM to the launcher may also have reached the ranks
+        self._handle_signal()  # a SIGTERM to the launcher may also have reached the ranks
         self._restarts.wait_for_rescue(ranks.running, ranks.poll, self._report_failure)
-        self._obey()
+        self._handle_signal()
         # Before terminating the ranks, because a rank that kept the others waiting can still report its stacks.
         self._hangs.request_absent([*ranks.reported_ends(), *ranks.ends_of_running()], ranks.pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
-        self._obey()
+        self._handle_signal()
         ends = self.outcome()  # only now, because ranks write their records while they exit
         self._report.note_progress(*self._restarts.progress())
         self._report.failed(ends)
@@ -203,7 +203,7 @@ class Agent:
             self._context = None
         self._ranks.close()
 
-    def _obey(self) -> None:
+    def _handle_signal(self) -> None:
         """If the launcher has received a signal, let the ranks save a step if they can, terminate them, and raise."""
         if not self._caught.received:
             return
@@ -247,15 +247,15 @@ class Agent:
             return False
         if not self._makes_room:
             raise Stopped(*saved)
-        self._obey()
+        self._handle_signal()
         self._report.note_progress(*self._restarts.progress())
         self._start_again(self._restarts.grow(saved[1]))
         return True
 
     def _end_ranks(self, number: signal.Signals, grace: float, quiet: bool = False) -> None:
         """Terminate the running ranks at once, including ranks that would otherwise complete a step first."""
-        heedless = [rank for rank, pid in self._ranks.pids().items() if self._preemption.would_save([pid])]
-        self._ending.end(number, grace, heedless, quiet)
+        without_grace = [rank for rank, pid in self._ranks.pids().items() if self._preemption.would_save([pid])]
+        self._ending.end(number, grace, without_grace, quiet)
 
     def _report_failure(self) -> None:
         """Signal the ranks that mark their steps, so that they check whether another rank has exited."""
@@ -276,7 +276,7 @@ def launch(job: Job) -> int:
         try:
             code = run(job, caught, report)
         except Stopped as stop:
-            code = farewell(stop.number, stop.saved)
+            code = report_stop(stop.number, stop.saved)
             if stop.saved is not None:
                 code = job.supervision.requeue_exit_code or code
         except Exception as error:

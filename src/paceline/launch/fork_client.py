@@ -24,11 +24,6 @@ from paceline.errors import UsageError
 from paceline.launch.fork_server import LONGEST
 from paceline.launch.signals import sheltered
 
-# Decides whether to fork ranks from a process that has imported torch, and which other modules that process imports.
-#
-# The decision depends only on the script's source code, so it is the same for every start.
-
-
 SETTING = "PACELINE_PRELOAD"
 """Environment variable; with ``0``, every rank starts as a new interpreter."""
 
@@ -64,7 +59,10 @@ class Preloading:
 
 
 def decide(command: Sequence[str]) -> Preloading:
-    """Return the modules to import before the ranks of `command` are forked."""
+    """Return the modules to import before the ranks of `command` are forked.
+
+    The decision depends only on the script's source code, so it is the same for every start.
+    """
     setting = os.environ.get(SETTING, "1")
     if setting not in ("0", "1"):
         raise UsageError(f"{SETTING}={setting!r} is neither 0 nor 1; with 0 every rank imports torch itself")
@@ -192,11 +190,8 @@ class ForkServer:
             setting = " ".join([str(server_end.fileno()), *self._modules])
             self._process = subprocess.Popen(
                 self._command,
-                env={
-                    **os.environ,
-                    **self._environment,
-                    "PACELINE_FORK_SERVER": setting,
-                },  # see launch/hook/sitecustomize.py
+                # launch/hook/sitecustomize.py reads the last variable
+                env={**os.environ, **self._environment, "PACELINE_FORK_SERVER": setting},
                 pass_fds=[server_end.fileno()],
                 start_new_session=True,  # so that only the launcher receives Ctrl-C
             )

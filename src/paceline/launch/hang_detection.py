@@ -30,9 +30,6 @@ from paceline.core.host import context_switches, handles, process_state
 from paceline.launch.root_cause import End, doings, missed, quoted, state_of
 from paceline.launch.stack_dump import number, path_of, polite_number
 
-# Requests and analyzes the Python stacks of ranks.
-
-
 POLITE_S, ANSWER_S = 0.5, 1.0
 """Seconds for a rank to write its stacks, after the first signal and after the second."""
 BACKWARD = "Tensor.backward"
@@ -191,7 +188,7 @@ hang."""
 
 
 @dataclass
-class Sight:
+class RankView:
     """The launcher's view of a rank during one start."""
 
     rank: int
@@ -213,7 +210,7 @@ class Sight:
     allowed_runs: int = -1
     """The main thread counts as asleep if it has run at most this many times."""
 
-    def look(self, box: Snapshot | None, pid: int, passed: float) -> None:
+    def update(self, box: Snapshot | None, pid: int, passed: float) -> None:
         """Update this view from the rank's box and process, `passed` seconds after the last check."""
         self.still = self.still + passed if box == self.box else 0.0
         self.box, self.process = box, process_state(pid)
@@ -264,16 +261,16 @@ class Sight:
         return is_missed or not (self.box is None or (self.box.phase == "loop" and self.moves))
 
 
-def hanging(sights: Sequence[Sight], timeout: float) -> tuple[int, ...]:
+def hanging(views: Sequence[RankView], timeout: float) -> tuple[int, ...]:
     """Return the ranks that hang: stopped ranks; else ranks that others wait for; else all ranks, if all of them do."""
-    if stopped := tuple(sight.rank for sight in sights if sight.stopped >= timeout):
+    if stopped := tuple(view.rank for view in views if view.stopped >= timeout):
         return stopped
-    waited = [sight.waited for sight in sights]
+    waited = [view.waited for view in views]
     is_missed = any(seconds is not None and seconds >= timeout for seconds in waited)
-    if still := tuple(sight.rank for sight in sights if sight.hangs(timeout, is_missed)):
+    if still := tuple(view.rank for view in views if view.hangs(timeout, is_missed)):
         return still
     if is_missed and all(seconds is not None and seconds >= timeout for seconds in waited):
-        return tuple(sight.rank for sight in sights)
+        return tuple(view.rank for view in views)
     return ()
 
 
@@ -287,12 +284,12 @@ class HangWatch:
 
     def __init__(self, folder: Path, timeout: float | None) -> None:
         self._folder, self._timeout = folder, timeout
-        self._sights: dict[int, Sight] = {}
+        self._views: dict[int, RankView] = {}
         self._stacks: dict[int, str] = {}
         """Latest stacks that each rank has reported."""
         self._due = 0.0
         """Time of the next request for stacks, if a rank makes no progress."""
-        self._looked = 0.0
+        self._checked = 0.0
         """Time of the latest check."""
         self._killed: dict[int, str] = {}
         """Description of the hang for each rank that was killed."""
@@ -305,38 +302,36 @@ class HangWatch:
             say: prints a message.
         """
         now = time.monotonic()
-        if self._timeout is None or now - self._looked < BETWEEN_S:
+        if self._timeout is None or now - self._checked < BETWEEN_S:
             return
         if self._killed:  # the other ranks will soon save their last step and exit
             return
-        passed = min(now - self._looked, LONGEST_S) if self._looked else 0.0
-        self._looked = now
-        sights = [self._sights.setdefault(rank, Sight(rank)) for rank in processes]
-        for sight in sights:
-            sight.look(snapshot_of(self._folder, sight.rank), processes[sight.rank], passed)
-        if not any(max(sight.still, sight.stopped) >= self._timeout for sight in sights):
+        passed = min(now - self._checked, LONGEST_S) if self._checked else 0.0
+        self._checked = now
+        views = [self._views.setdefault(rank, RankView(rank)) for rank in processes]
+        for view in views:
+            view.update(snapshot_of(self._folder, view.rank), processes[view.rank], passed)
+        if not any(max(view.still, view.stopped) >= self._timeout for view in views):
             self._due = 0.0
-            for sight in sights:
-                sight.frames = ()
+            for view in views:
+                view.frames = ()
             return
         if now < self._due:
             return
-        stacks = request_stacks(
-            self._folder, {sight.rank: processes[sight.rank] for sight in sights if not sight.stopped}
-        )
+        stacks = request_stacks(self._folder, {view.rank: processes[view.rank] for view in views if not view.stopped})
         self._stacks |= stacks
-        for sight in sights:
-            sight.note_stacks(stacks.get(sight.rank, ""), self._timeout)
+        for view in views:
+            view.note_stacks(stacks.get(view.rank, ""), self._timeout)
         self._due = time.monotonic() + self._timeout / 2
-        ranks = hanging(sights, self._timeout)
+        ranks = hanging(views, self._timeout)
         if not ranks:
             return
-        by_rank = {sight.rank: sight for sight in sights}
+        by_rank = {view.rank: view for view in views}
         hung = [by_rank.pop(rank) for rank in ranks]
-        self._stacks |= {sight.rank: "" for sight in hung if sight.stopped}  # older stacks belong to another moment
-        details = {sight.rank: _detail(sight) for sight in hung}
-        lines = [line for sight in hung for line in quoted(sight.rank, sight.stacks)]
-        lines += doings((rank, _doing(sight)) for rank, sight in by_rank.items() if sight.box is not None)
+        self._stacks |= {view.rank: "" for view in hung if view.stopped}  # older stacks belong to another moment
+        details = {view.rank: _detail(view) for view in hung}
+        lines = [line for view in hung for line in quoted(view.rank, view.stacks)]
+        lines += doings((rank, _doing(view)) for rank, view in by_rank.items() if view.box is not None)
         say("\n".join([*lines, *(f"rank {rank} hangs: {detail}" for rank, detail in details.items())]))
         # If all ranks wait for each other, kill only one, so that the others notice.
         for rank in ranks if len(ranks) < len(processes) else ranks[-1:]:
@@ -360,20 +355,20 @@ class HangWatch:
         ]
 
 
-def _doing(sight: Sight) -> str:
+def _doing(view: RankView) -> str:
     """Describe what a rank that does not hang is doing."""
-    call = waiting_call(sight.stacks)
-    return state_of(sight.box, time.monotonic(), raised=False).doing + (f", in {call}()" if call else "")
+    call = waiting_call(view.stacks)
+    return state_of(view.box, time.monotonic(), raised=False).doing + (f", in {call}()" if call else "")
 
 
-def _detail(sight: Sight) -> str:
+def _detail(view: RankView) -> str:
     """Describe how a rank hangs."""
-    how = f"no progress for {sight.still:.0f} s"
-    if sight.stopped:
-        how = f"stopped for {sight.stopped:.0f} s, by SIGSTOP or by a terminal"
-    elif sight.process == "D":
+    how = f"no progress for {view.still:.0f} s"
+    if view.stopped:
+        how = f"stopped for {view.stopped:.0f} s, by SIGSTOP or by a terminal"
+    elif view.process == "D":
         how += ", in a system call of a disk or driver that cannot be interrupted"
-    if sight.box is not None:
-        state = state_of(sight.box, time.monotonic(), raised=False)
+    if view.box is not None:
+        state = state_of(view.box, time.monotonic(), raised=False)
         how += f", {state.moment.partition(', for ')[0]}"
-    return how + ("" if sight.stacks or sight.stopped else "; it did not report its stacks")
+    return how + ("" if view.stacks or view.stopped else "; it did not report its stacks")

@@ -22,7 +22,7 @@ from paceline.core.step_progress import ECHO_S
 from paceline.core.torch_elastic import ignore_echoes
 from paceline.errors import UsageError
 from paceline.launch.failure_record import LAUNCHER
-from paceline.launch.job import farewell, tied, title_of
+from paceline.launch.job import child_arguments, report_stop, title_of
 
 
 def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
@@ -49,7 +49,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
         options.max_restarts = options.max_restarts or 0  # torchrun's default
         options.nproc_per_node, options.no_python, options.module = str(nproc), True, False
         # torchelastic substitutes ${local_rank} in the arguments.
-        escaped = [argument.replace("$", "$$") for argument in tied(command)]
+        escaped = [argument.replace("$", "$$") for argument in child_arguments(command)]
         options.training_script, options.training_script_args = sys.executable, escaped
         try:
             run(options)
@@ -72,7 +72,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
             reason = " ".join(str(error).split())
             raise UsageError(f"torchrun's launcher refuses these options: {reason}; correct them") from None
         except SignalException as stop:
-            return farewell(stop.sigval)
+            return report_stop(stop.sigval)
     return 0
 
 

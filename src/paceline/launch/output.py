@@ -334,9 +334,6 @@ def _pseudo_terminal() -> tuple[int, int]:
     return os.pipe()
 
 
-# Files for the ranks' output and errors. They are unnamed unless the user gives a log folder.
-
-
 @dataclass(frozen=True)
 class Logs:
     """Destinations of the ranks' output: torchrun's options, in torchrun's format.

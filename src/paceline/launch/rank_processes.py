@@ -147,12 +147,14 @@ class Ending:
     def __init__(self, ranks: RankProcesses, caught: Caught, say: Callable[[str], None]) -> None:
         self._ranks, self._caught, self._say = ranks, caught, say
 
-    def end(self, number: signal.Signals, grace: float, heedless: Collection[int] = (), quiet: bool = False) -> None:
-        """Signal the running ranks and :meth:`wait` for them. `heedless` ranks get SIGKILL."""
+    def end(
+        self, number: signal.Signals, grace: float, without_grace: Collection[int] = (), quiet: bool = False
+    ) -> None:
+        """Signal the running ranks and :meth:`wait` for them. Ranks in `without_grace` get SIGKILL."""
         running, received = self._ranks.running(), len(self._caught.received)
         self._ranks.signalled.update(running)
         for rank in running:
-            self._ranks.send(rank, signal.SIGKILL if rank in heedless else number)
+            self._ranks.send(rank, signal.SIGKILL if rank in without_grace else number)
         for rank in running:  # a stopped process does not handle the signal
             self._ranks.send(rank, signal.SIGCONT)
         self.wait(number, grace, quiet, received)

@@ -15,9 +15,6 @@ from paceline.core.missing_ranks import named_ranks, ranks_by_value
 from paceline.launch.failure_record import CUT, Record
 from paceline.launch.verdict import Cause
 
-# The state of a rank at the time of a failure, read from its black box, and its description in words.
-
-
 UNWINDING_S = 5.0
 """Maximum time between an exception in a phase and the rank's failure."""
 _DOING = {
@@ -336,9 +333,6 @@ def _doing(end: End) -> str:
 def _complaint(failed: Sequence[End]) -> End:
     """Return the first rank that failed because it lost a peer."""
     return next(end for end in failed if end.suspicion == LOST_A_PEER)
-
-
-# What ranks were last doing before they ended, according to their black boxes.
 
 
 class LastMoments:

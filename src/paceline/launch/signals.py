@@ -70,14 +70,11 @@ class Preemption:
         return states
 
 
-# Records signals to the launcher until it handles them.
-
-
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
-# torchelastic's signal handler may raise at any point, so install it only for this signal, which is never sent.
 SPARE = signal.SIGURG
-
+"""A signal that is never sent. torchelastic's signal handler may raise at any point, so it is installed only for this
+signal."""
 HELD_BACK = {*FORWARDED, signal.SIGUSR2}
 """Signals that batch systems, service managers and terminals send to all processes of a job."""
 

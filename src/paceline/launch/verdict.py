@@ -12,13 +12,6 @@ from enum import Enum
 
 from paceline.core.messages import counted
 
-# The places of a job's ranks on this host, including places that are left out after failures.
-#
-# A place is a slot for a rank. It keeps its number for the whole job and, on a host with GPUs, stands for the GPU with
-# that number. If the rank in a place has caused two early failures, the place is left out for a while and the job runs
-# with fewer ranks. Decision 0057 explains why.
-
-
 REJOIN_S = 600.0
 """Seconds until a left-out place is tried again."""
 WELL_S = 600.0
@@ -35,7 +28,11 @@ class Change:
 
 
 class Places:
-    """Tracks the places that the ranks of one job use.
+    """The places that the ranks of one job use on this host.
+
+    A place is a slot for a rank. It keeps its number for the whole job and, on a host with GPUs, stands for the GPU
+    with that number. If the rank in a place has caused two early failures, the place is left out for a while and the
+    job runs with fewer ranks. Decision 0057 explains why.
 
     Args:
         count: number of ranks that the user asked for.

@@ -19,7 +19,7 @@ import pytest
 from paceline import errors
 from paceline.core.black_box import Snapshot
 from paceline.launch import hang_detection, stack_dump
-from paceline.launch.hang_detection import Sight, hanging, waiting_call
+from paceline.launch.hang_detection import RankView, hanging, waiting_call
 from processes import Running, paceline, script, state_of, until
 
 TRAIN = """
@@ -151,11 +151,11 @@ def sight(
     stopped: float = 0.0,
     steps: int = 3,
     moves: bool = False,
-) -> Sight:
+) -> RankView:
     fields: dict[str, Any] = {"pid": 1, "rank": rank, "size": 2, "host": "", "since": 0.0, "bucket": None}
     times = dict.fromkeys(("stepped", "step", "mean_step", "waited", "mean_waited", "waited_spread"), 0.0)
     box = None if phase is None else Snapshot(**fields, phase=phase, steps=steps, has_stepped=steps > 0, **times)
-    return Sight(rank, box, "T" if stopped else "S", still, stopped, asleep, stacks, moves)
+    return RankView(rank, box, "T" if stopped else "S", still, stopped, asleep, stacks, moves)
 
 
 def stack(*frames: str) -> str:
@@ -191,7 +191,7 @@ ENDS = stack(f"{STDLIB}/threading.py in _shutdown").replace(
 SLEEPS = ENDS.replace(f'{STDLIB}/threading.py", line 1 in _shutdown', '/home/me/train.py", line 1 in main')
 THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/agent.py in run")
 
-HANGS: dict[str, tuple[list[Sight], tuple[int, ...]]] = {
+HANGS: dict[str, tuple[list[RankView], tuple[int, ...]]] = {
     "others wait for a rank": ([sight(0, "bucket wait", 11), sight(1, "forward", 12)], (1,)),
     "only briefly": ([sight(0, "bucket wait", 8), sight(1, "forward", 9)], ()),
     "with recent progress": ([sight(0, "bucket wait", 11), sight(1, "forward", 1)], ()),
@@ -234,7 +234,7 @@ HANGS: dict[str, tuple[list[Sight], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(("sights", "expected"), HANGS.values(), ids=HANGS)
-def test_hanging_rank_is_the_one_the_others_wait_for(sights: list[Sight], expected: tuple[int, ...]) -> None:
+def test_hanging_rank_is_the_one_the_others_wait_for(sights: list[RankView], expected: tuple[int, ...]) -> None:
     assert hanging(sights, 10) == expected
 
 

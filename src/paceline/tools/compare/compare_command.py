@@ -23,13 +23,11 @@ from paceline.core.output_files import check_chart, check_file, write_chart, wri
 from paceline.errors import UsageError
 from paceline.launch.agent import run
 from paceline.launch.hook.run_module import module_command
-from paceline.launch.job import Job, farewell
+from paceline.launch.job import Job, report_stop
 from paceline.launch.signals import Caught, Stopped
 from paceline.tools.compare import report
 from paceline.tools.compare.modes import MODES, Run, Way
 from paceline.tools.compare.report import figures
-
-# Several jobs on this host that run at the same time and end together.
 
 
 def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) -> tuple[int, str]:
@@ -71,7 +69,7 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
                     failed.append((ended.result() or 1, name))
     if failed:
         return failed[0]
-    return (farewell(caught.received[0]) if caught.received else 0), ""
+    return (report_stop(caught.received[0]) if caught.received else 0), ""
 
 
 @dataclass(frozen=True)

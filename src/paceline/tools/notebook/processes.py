@@ -24,9 +24,9 @@ from paceline.launch.job import (
     Job,
     LoopbackStores,
     black_boxes,
+    child_arguments,
     fork_server,
     rank_environment,
-    tied,
     timeout_environment,
 )
 from paceline.launch.output import Logs, RankFiles
@@ -141,7 +141,7 @@ class Processes:
         if self._server.is_running:
             return self._server.fork(environment, output, output, rank_end)
         return subprocess.Popen(
-            [sys.executable, *tied(COMMAND)],
+            [sys.executable, *child_arguments(COMMAND)],
             env=environment,
             stdin=rank_end,
             stdout=output,
