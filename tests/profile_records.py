@@ -18,11 +18,11 @@ from paceline.core.spans import (
     WAIT,
     Span,
 )
+from paceline.profiler.advice import Advice
 from paceline.profiler.analyze import Report, report_of
 from paceline.profiler.facts import Facts
 from paceline.profiler.operator_table import OperatorTable
 from paceline.profiler.rank_file import RankRecord
-from paceline.profiler.rules import Advice
 from paceline.profiler.steps import Meeting, Step, cut_into_stretches, seconds_by_part
 
 GROUP = "ddp/0"

@@ -15,8 +15,6 @@ from typing import Literal
 from paceline.core.strict_json import LARGEST
 from paceline.errors import UsageError
 
-# Constants that published scaling results determine, and the width of the prediction's interval.
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -55,9 +53,6 @@ CROWD = 8
 FLOOR = 0.03
 """Loss of efficiency, for the interval, of a step without communication."""
 PUBLISHED = Calibration()
-
-
-# Devices in hosts, the links between them, and the time of a collective on both.
 
 
 Kind = Literal["peer", "staged", "rdma", "tcp", "memory", "sockets", "measured"]

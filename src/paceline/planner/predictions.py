@@ -13,9 +13,6 @@ from paceline.ddp.buckets import CAPACITY, FIRST_CAPACITY, Overlap, assign, over
 from paceline.ddp.options import capacities
 from paceline.planner.hardware import CROWD, FLOOR, MFU, PUBLISHED, Calibration, Cluster, Device
 
-# What one device does in a step, in seconds and bytes.
-
-
 EQUAL_LAYERS = 24
 """Layers of a model about which only the number of parameters is known."""
 CLASSIFIER = 1 / 8
@@ -111,9 +108,6 @@ def from_flags(params: float, flops: float, device: Device, precision: str, batc
     # A part of that time, because the share of the peak counts whole steps.
     optimizer = min(OPTIMIZER_BYTES * params / device.memory, seconds / 2)
     return replace(equal_layers(seconds - optimizer, 4 * params, batch), optimizer_s=optimizer, memory=device.memory)
-
-
-# A discrete-event simulation of a training step: gradients arrive, fill buckets, and are reduced in order.
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from typing import Any
 from paceline.core.missing_ranks import named_ranks
 from paceline.planner.profiles import PLAN
 from paceline.profiler import step_parts
-from paceline.profiler.advice import find_advice, headline
+from paceline.profiler.advice import Advice, find_advice, headline
 from paceline.profiler.facts import Facts, plan_of
 from paceline.profiler.operator_table import operators_in, read_trace
 from paceline.profiler.rank_file import KILLED, MISSING, STOPPED, read_ranks, trace_of
-from paceline.profiler.rules import Advice
 
 
 def read_facts(folder: Path) -> Facts:

@@ -23,8 +23,6 @@ from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler.rank_file import KILLED, RankRecord
 
-# Runs a program in this process, as Python itself would.
-
 
 class Enough(SystemExit):
     """Raised to end the program after the last requested step."""

@@ -1,4 +1,14 @@
-"""Figures of a run, computed from the records of all ranks, for the rules, the page and the terminal."""
+"""Figures of a run, computed from the records of all ranks, for the advice, the page and the terminal.
+
+Before the profiler gives advice, measurements must meet these conditions:
+
+- At least :data:`ENOUGH` steps were measured.
+- The cause takes at least a tenth of the time (:data:`NOTABLE`), or the change saves at least a twentieth
+  (:data:`WORTH`).
+- A single rank is blamed only if it was late throughout (:func:`is_lasting`), or if stack samples show the time that it
+  lost (:func:`was_seen`). Other programs can slow a rank for about a second, which may be a hundred short steps in a
+  row. The statistics therefore treat stretches of a second as independent, but not single steps.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +37,6 @@ from paceline.profiler.rank_file import RankRecord
 from paceline.profiler.step_breakdown import Accounts, account, mean_of, steps_by_number
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
-# Times, shares and sentences as text.
-
 
 def ms(seconds: float) -> str:
     """Return a time as text, with three digits: ``12.3 ms``; from ten seconds on, ``12.3 s``."""
@@ -56,17 +64,6 @@ def sentence(words: str) -> str:
 def kind_name(kind: str) -> str:
     """Return the kind of a piece of advice as a heading: ``Data loading`` for ``data-loading``."""
     return kind.replace("-", " ").capitalize()
-
-
-# Conditions that measurements must meet before the profiler gives advice.
-#
-# - At least :data:`ENOUGH` steps were measured.
-# - The cause takes at least a tenth of the time (:data:`NOTABLE`), or the change saves at least a twentieth
-#   (:data:`WORTH`).
-# - A single rank is blamed only if it was late throughout (:func:`is_lasting`), or if stack samples show the time that
-# it
-#   lost (:func:`was_seen`). Other programs can slow a rank for about a second, which may be a hundred short steps in a
-#   row. The statistics therefore treat stretches of a second as independent, but not single steps.
 
 
 ENOUGH = 20
@@ -441,11 +438,8 @@ class Facts:
         return SlowRank(rank, accounts.steps[first], accounts.steps[last], slowdown, kind, phase, lost(phase))
 
 
-# What ``paceline plan`` needs of a profile.
-
-
 def plan_of(facts: Facts) -> Profiled | None:
-    """Return the figures for planning; None if no step was measured."""
+    """Return the figures that ``paceline plan`` needs; None if no step was measured."""
     records, first = facts.records, facts.records[0]
     if not facts.accounts.steps or not first.parameters:
         return None

@@ -15,9 +15,6 @@ from paceline.core.host import processor_seconds
 from paceline.core.messages import counted
 from paceline.profiler.rank_file import RankRecord
 
-# The cores of a host, and the load on them when a rank was ready to run but had no core.
-
-
 DELAYED, OTHERS = 0.1, 0.2
 """Load is named as a cause if a rank had no core for at least this share of its time, and at least this many cores were
 busy with other programs."""

@@ -15,10 +15,8 @@ from paceline.core.strict_json import loads, read_text
 from paceline.profiler.rank_file import RankRecord
 from paceline.profiler.steps import Interval, merged, shared, total
 
-# Reads the traces that torch's profiler wrote, in Google's Trace Event Format.
-
-
 Event = dict[str, Any]
+"""An event in Google's Trace Event Format."""
 
 
 def read_trace(file: Path) -> dict[str, Any]:

@@ -1,4 +1,10 @@
-"""The page of a profile: charts, the heat map of waiting, and the HTML document."""
+"""The page of a profile: ``report.html``, one self-contained file.
+
+    Report ──▶ sections of HTML (verdict, advice, bars, who waits, tables) ─┐
+           ──▶ JSON for the drawings in the browser (timeline, charts) ─────┴▶ one document
+
+uPlot, in ``uplot/``, draws the charts; decision 0027 gives the reasons.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +25,6 @@ from paceline.core.spans import CHECKPOINT, Span
 from paceline.profiler import step_parts
 from paceline.profiler.analyze import Report
 from paceline.profiler.facts import ENOUGH, Facts, kind_name, ms, percent, sentence
-
-# The page of a profile: ``report.html``, one self-contained file.
-#
-#     Report ──▶ sections of HTML (verdict, advice, bars, who waits, tables) ─┐
-#            ──▶ JSON for the drawings in the browser (timeline, charts) ─────┴▶ one document
-#
-# uPlot, in ``uplot/``, draws the charts; decision 0027 gives the reasons.
-
 
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
 """A step is an outlier if it is at least `DEVIATIONS` scaled median absolute deviations above the rank's median and at
@@ -155,9 +153,6 @@ def _short(seconds: float) -> float:
     return float(f"{1e3 * seconds:.4g}")
 
 
-# The heat map of waiting, with a cell for each pair of ranks, and the ranks that cost the others most.
-
-
 SHADES = 8
 GUTTER = 44.0
 """Space for the rank numbers, at the left and at the top."""
@@ -167,8 +162,8 @@ FIRST = 6
 """Maximum number of ranks in the table of the costliest ranks."""
 
 
-def picture(facts: Facts) -> dict[str, Any] | None:
-    """Return the contents of the section; None if no rank could wait for another."""
+def waiting_map(facts: Facts) -> dict[str, Any] | None:
+    """Return the heat map of waiting, with a cell for each pair of ranks; None if no rank could wait for another."""
     rows = facts.accounts.waited_for
     if len(rows) < 2:
         return None
@@ -216,11 +211,8 @@ def _shades(rows: Sequence[Sequence[float]], cell: float) -> list[tuple[int, str
     return [(shade, "".join(paths)) for shade, paths in sorted(shades.items())]
 
 
-# The HTML document: templates filled with the figures of a report, including the styles and scripts.
-
-
-# The order matters: each script uses declarations of earlier ones as it loads.
 SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
+"""The order matters: each script uses declarations of earlier ones as it loads."""
 FILES = "paceline.profiler"
 
 
@@ -241,7 +233,7 @@ def page(report: Report) -> str:
         tiles=_tiles(facts),
         longest=max((sum(row.values()) for row in facts.rank_parts if row), default=0.0) or 1.0,
         timeline=timeline_chart(facts),
-        waits=picture(facts),
+        waits=waiting_map(facts),
         chart=step_chart(facts),
         peaks=[record for record in facts.records if "peak" in record.memory],
     )

@@ -18,9 +18,6 @@ from paceline.profiler.page import page
 from paceline.profiler.rank_file import FOLDER, KILLED, RankRecord, is_open
 from paceline.profiler.steps import FLUSH_S, WARM_UP
 
-# Writes the results of a profile, next to the records of its ranks.
-
-
 RESULTS = ("summary.json", "trace.json", "report.html")
 """Files that :func:`write_results` writes."""
 

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import math
+import inspect
 import os
+import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from traceback import format_exception_only
 from typing import Any, TextIO
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.core.messages import say
-from paceline.core.spans import BUCKET_WAIT, GRADIENT, LAUNCH, WAIT, recorder
-from paceline.core.torch_internals import before_profiling, class_never_compiled, parts_of
+from paceline.core.spans import (
+    BACKWARD,
+    BUCKET_WAIT,
+    COLLECTIVE,
+    COLLECTIVES,
+    DATA_WAIT,
+    FORWARD,
+    GRADIENT,
+    OPTIMIZER,
+    WAIT,
+    recorder,
+)
+from paceline.core.torch_internals import (
+    BatchIterator,
+    before_profiling,
+    class_never_compiled,
+    compiled_below,
+    parts_of,
+    queue_callback,
+)
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler import rank_file
 from paceline.profiler.environment import Enough, check_world, describe_model, describe_rank, time_of_day
 from paceline.profiler.host_load import CollectorPauses, HostLoad
+from paceline.profiler.measurements import DeviceTimes, Forwards, GradientNorms, OperatorTrace, are_due
 from paceline.profiler.rank_file import RankRecord
 from paceline.profiler.stack_samples import StackSampler, between_spans
 from paceline.profiler.steps import (
@@ -42,124 +64,6 @@ from paceline.profiler.steps import (
     measure_offset,
     seconds_by_part,
 )
-from paceline.profiler.torch_profiler import OperatorTrace
-from paceline.profiler.torch_spans import DeviceTimes, torch_spans
-
-# Batch sizes, taken from the inputs of the program's models.
-
-
-class Forwards:
-    """The forward passes of a step, by model. Several models in a program may process the same samples."""
-
-    def __init__(self) -> None:
-        self._by_model: dict[int, tuple[int, int, int]] = {}
-
-    def add(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a forward pass of `model` with these arguments."""
-        number, rows, cells = self._by_model.get(id(model), (0, 0, 0))
-        more, cells_more = size_of_input(args, kwargs)
-        self._by_model[id(model)] = number + 1, rows + more, cells + cells_more
-
-    def describe(self, step: Step) -> None:
-        """Set the batches of `step` from the model with the most samples, and count the averaging backward passes."""
-        step.batches, step.rows, step.cells = max(self._by_model.values(), default=(0, 0, 0))
-        # Averaging gradients launches every bucket once. With torch's wrapper only the wait is visible.
-        first = sum(span.label == LAUNCH and span.bucket == 0 for span in step.spans)
-        averages = first or sum(span.label == WAIT for span in step.spans)
-        step.averages = min(step.batches, averages // max(1, len(self._by_model)))
-
-    def __len__(self) -> int:
-        """Return the number of models."""
-        return len(self._by_model)
-
-
-def size_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Return the rows and cells (rows times columns, including padding) of the first tensor among the inputs."""
-    first = args[0] if args else None  # the only input of most models
-    if not (isinstance(first, torch.Tensor) and first.dim()):
-        first = next((tensor for tensor in nested_tensors((args, kwargs)) if tensor.dim()), None)
-    return (0, 0) if first is None else (len(first), math.prod(first.shape[:2]))
-
-
-# Gradient norms of one rank, for the gradient noise scale.
-
-
-EVERY, SEEN = (4, 16), 48
-"""Steps between two measurements, in the first ``SEEN`` steps and later. Each costs two passes over the gradients."""
-
-
-def are_due(step: int) -> bool:
-    """Return whether to measure a step."""
-    return step % EVERY[step >= SEEN] == 0
-
-
-class GradientNorms:
-    """Norms of the buckets of a step. They are kept as tensors, because a device computes asynchronously."""
-
-    def __init__(self) -> None:
-        self._local: list[tuple[Tensor, float]] = []
-        self._averaged: list[Tensor] = []
-
-    def launched(self, flat: Tensor, factor: float) -> None:
-        """Compute the norm of a bucket that holds `factor` times the mean gradient over this rank's samples."""
-        if factor:  # 0 on a rank without samples
-            self._local.append((torch.linalg.vector_norm(flat), factor))
-
-    def averaged(self, flat: Tensor) -> None:
-        """Compute the norm of a bucket of averaged gradients."""
-        self._averaged.append(torch.linalg.vector_norm(flat))
-
-    def squared(self) -> tuple[float, float] | None:
-        """Return the squared norms of this rank's gradient and of the average; None unless both exist and are finite.
-
-        Waits for the device.
-        """
-        if not (self._local and self._averaged):
-            return None
-        local = math.fsum((float(norm) / factor) ** 2 for norm, factor in self._local)
-        averaged = math.fsum(float(norm) ** 2 for norm in self._averaged)
-        return (local, averaged) if math.isfinite(local + averaged) else None
-
-
-# Cuts a rank's steps into parts, and writes them to its file in batches.
-
-
-class StepWriter:
-    """Holds the steps of `record` that are not in the file yet."""
-
-    def __init__(self, file: TextIO, record: RankRecord, stacks: StackSampler) -> None:
-        self.steps: list[Step] = []
-        self.norms: dict[int, GradientNorms] = {}
-        """Gradient norms by step, until the step is written."""
-        self._file, self._record, self._stacks = file, record, stacks
-        self._flushed = time.perf_counter()
-
-    def is_due(self, now: float) -> bool:
-        """Return whether it is time to write."""
-        # Write warm-up steps immediately, so that the record of a job that is stopped early shows how many there were.
-        is_warm_up = bool(self.steps) and self.steps[-1].number < WARM_UP
-        return is_warm_up or now - self._flushed > FLUSH_S
-
-    def flush(self) -> None:
-        """Write the steps and forget them, even if writing raises ``OSError``."""
-        steps, self.steps, self._flushed = self.steps, [], time.perf_counter()
-        rank_file.write_steps(self._file, map(self._cut, steps))
-
-    def _cut(self, step: Step) -> Step:
-        """Return `step` cut into parts, without spans once enough steps have kept theirs."""
-        stretches, step.meetings = cut_into_stretches(step.spans, step.start, step.end)
-        step.seconds = seconds_by_part(stretches)
-        # Take the samples of every step, because unused ones would stay in the queue.
-        samples = self._stacks.of(step.start, step.end)
-        if step.is_measured():
-            for name in between_spans(samples, stretches):
-                self._record.own_code[name] = self._record.own_code.get(name, 0) + 1
-        norms = self.norms.pop(step.number, None)
-        step.norms = None if norms is None else norms.squared()
-        if step.number >= WARM_UP + DETAILED + TRACED + KEPT:
-            step.spans = []
-        return step
-
 
 CROWD = 50_000
 """Maximum number of spans in a step, to limit memory. Figures exclude steps with more spans."""
@@ -232,7 +136,7 @@ class Session:
         self._stacks = StackSampler()
         self._steps = StepWriter(self._file, self._record, self._stacks)
         self._hooks, self._gradient_hooks = ExitStack(), ExitStack()
-        self._hooks.enter_context(torch_spans(recorder, self))
+        self._hooks.enter_context(_torch_spans(self))
         self._pauses = CollectorPauses()
         gc.callbacks.append(self._pauses)
         self._hooks.callback(gc.callbacks.remove, self._pauses)
@@ -243,7 +147,7 @@ class Session:
         self._start = time.perf_counter()
         self._prepare()
 
-    # -- calls of torch_spans -------------------------------------------------------------------------------------
+    # -- calls of the replaced functions of torch --------------------------------------------------------------------
 
     def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a forward pass and its rows."""
@@ -453,3 +357,200 @@ def _abandon() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon)
+
+
+class StepWriter:
+    """Cuts steps into parts and writes them in batches; holds the steps of `record` that are not in the file yet."""
+
+    def __init__(self, file: TextIO, record: RankRecord, stacks: StackSampler) -> None:
+        self.steps: list[Step] = []
+        self.norms: dict[int, GradientNorms] = {}
+        """Gradient norms by step, until the step is written."""
+        self._file, self._record, self._stacks = file, record, stacks
+        self._flushed = time.perf_counter()
+
+    def is_due(self, now: float) -> bool:
+        """Return whether it is time to write."""
+        # Write warm-up steps immediately, so that the record of a job that is stopped early shows how many there were.
+        is_warm_up = bool(self.steps) and self.steps[-1].number < WARM_UP
+        return is_warm_up or now - self._flushed > FLUSH_S
+
+    def flush(self) -> None:
+        """Write the steps and forget them, even if writing raises ``OSError``."""
+        steps, self.steps, self._flushed = self.steps, [], time.perf_counter()
+        rank_file.write_steps(self._file, map(self._cut, steps))
+
+    def _cut(self, step: Step) -> Step:
+        """Return `step` cut into parts, without spans once enough steps have kept theirs."""
+        stretches, step.meetings = cut_into_stretches(step.spans, step.start, step.end)
+        step.seconds = seconds_by_part(stretches)
+        # Take the samples of every step, because unused ones would stay in the queue.
+        samples = self._stacks.of(step.start, step.end)
+        if step.is_measured():
+            for name in between_spans(samples, stretches):
+                self._record.own_code[name] = self._record.own_code.get(name, 0) + 1
+        norms = self.norms.pop(step.number, None)
+        step.norms = None if norms is None else norms.squared()
+        if step.number >= WARM_UP + DETAILED + TRACED + KEPT:
+            step.spans = []
+        return step
+
+
+BUFFERS_TRAVEL = "_distributed_broadcast_coalesced"
+"""Method of torch's wrapper that waits for rank 0's buffers during the forward pass."""
+
+
+@contextmanager
+def _torch_spans(session: Session) -> Iterator[None]:
+    """Inside this context, record spans of torch's functions and report events to `session`.
+
+    Replaces a few torch functions with wrappers, so scripts need no change. torch's own DistributedDataParallel waits
+    for its all-reduces in callbacks at the end of backward; a callback queued before them marks the start of the wait.
+    """
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            if hasattr(dist, name):  # torch may remove deprecated functions
+                stack.enter_context(_replaced(dist, name, _collective))
+        stack.enter_context(_replaced(torch.autograd, "backward", functools.partial(_backward, session)))
+        stack.enter_context(_replaced(BatchIterator, "__next__", functools.partial(_next_batch, session)))
+        stack.enter_context(_replaced(TorchDDP, "__call__", functools.partial(_forward, session)))
+        stack.enter_context(_replaced(TorchDDP, BUFFERS_TRAVEL, _collective))
+        for handle in _optimizer_hooks(session):
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace ``owner.name`` with ``make(original)`` inside this context."""
+    original, was_own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        # TorchDDP inherits __call__. Leaving a copy on it would hide later changes to nn.Module.__call__.
+        if was_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _next_batch(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    loop = threading.current_thread()
+
+    @functools.wraps(original)
+    def next_batch(iterator: Any) -> Any:
+        if threading.current_thread() is not loop:  # called by a prefetching thread, which the loop does not wait for
+            return original(iterator)
+        began = time.thread_time()
+        with recorder.span(DATA_WAIT):
+            batch = original(iterator)
+        session.batch_came(iterator, time.thread_time() - began)
+        return batch
+
+    return next_batch
+
+
+def _backward(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        session.backward_begins()
+        try:
+            with recorder.surround(BACKWARD), ExitStack() as at_end:
+                group = session.group_of_torch
+                if group is not None and recorder.on:
+                    roots = signature.bind(*args, **kwargs).arguments.get("tensors")
+                    _watch_end(_name_of(group), roots, at_end)
+                return original(*args, **kwargs)
+        finally:
+            session.backward_ends()
+
+    return backward
+
+
+def _watch_end(group: str | None, roots: Any, at_end: ExitStack) -> None:
+    """Record a wait for `group`, from the last gradient of a backward pass from `roots` until `at_end` closes."""
+    is_queued = False
+
+    def queue(*_: Any) -> None:
+        nonlocal is_queued
+        if not is_queued:  # before any gradient, and therefore before the wrapper's callback
+            is_queued = True
+            queue_callback(lambda: at_end.callback(recorder.open(WAIT, group=group)))
+
+    for root in [roots] if isinstance(roots, torch.Tensor) else roots or ():
+        # A root may be a GradientEdge.
+        node = root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
+        if node is not None:
+            at_end.callback(node.register_prehook(queue).remove)
+
+
+def _forward(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    @compiled_below  # so that a compiled wrapper also calls it
+    @functools.wraps(original)
+    def forward(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
+        session.forward_begins(model, args, kwargs)
+        with recorder.surround(FORWARD):
+            return original(model, *args, **kwargs)
+
+    return forward
+
+
+def _collective(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not recorder.on:
+            return original(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # let torch raise the error for invalid arguments
+            return original(*args, **kwargs)
+        # With async_op, only the later wait counts.
+        if bound.get("async_op"):
+            return original(*args, **kwargs)
+        # The first argument of BUFFERS_TRAVEL is a wrapper.
+        group = bound["self"].process_group if "self" in bound else bound.get("group")
+        with recorder.span(COLLECTIVE, group=_name_of(group)):
+            return original(*args, **kwargs)
+
+    return collective
+
+
+def _name_of(group: Any) -> str | None:
+    """Return the name of `group`, and add its ranks to the recorder. None before a process group is initialized."""
+    if not dist.is_initialized():
+        return None
+    group = dist.group.WORLD if group is None else group
+    name = getattr(group, "group_name", None)
+    if name is not None and name not in recorder.groups:
+        recorder.groups[name] = dist.get_process_group_ranks(group)
+    return name
+
+
+def _optimizer_hooks(session: Session) -> list[Any]:
+    running: list[tuple[int, int, Callable[[], object]]] = []
+    """Optimizer steps in progress, innermost last: the optimizer's id, `session.backwards` at the start, and the
+    function that ends the span."""
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        running.append((id(optimizer), session.backwards, recorder.open(OPTIMIZER)))
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Entries of steps that raised are still above this step's entry.
+        while running:
+            number, _backwards, end = running.pop()
+            if number == id(optimizer):
+                end()
+                break
+        # A ShardedOptimizer steps another optimizer inside its own step, and gathers the parameters afterwards. Ignore
+        # steps that began before the last backward pass, because they may have raised.
+        is_inner = any(backwards == session.backwards for _number, backwards, _end in running)
+        session.optimizer_stepped(optimizer, is_inner)
+
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

@@ -20,14 +20,12 @@ from paceline.core import spans
 from paceline.core.spans import Span
 from paceline.profiler import step_parts
 
-# Lengths of sets of time intervals. An interval is a pair of start and end.
-
-
 Interval = tuple[float, float]
+"""Start and end of a time interval."""
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union as sorted intervals that neither overlap nor touch."""
+    """Return the union of `intervals`, sorted, as intervals that neither overlap nor touch."""
     result: list[Interval] = []
     for begin, end in sorted(intervals):
         if result and begin <= result[-1][1]:
@@ -38,7 +36,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union."""
+    """Return the length of the union of `intervals`."""
     return sum(end - begin for begin, end in merged(intervals))
 
 
@@ -47,15 +45,6 @@ def shared(first: Iterable[Interval], second: Iterable[Interval]) -> float:
     left, right = merged(first), merged(second)
     # Rounding could make it negative.
     return max(0.0, total(left) + total(right) - total([*left, *right]))
-
-
-# Offsets of the ranks' clocks from rank 0's clock, because different hosts have different clocks.
-#
-# No rank leaves an all-gather before all ranks have entered it. So rank 0 enters before this rank leaves, and vice
-# versa:
-# every exchange bounds the offset from both sides, and the tightest bounds of several exchanges are combined (after
-# Duda,
-# Harrus, Haddad and Bernard, "Estimating global time in distributed systems", ICDCS 1987).
 
 
 EXCHANGES = 12
@@ -71,7 +60,11 @@ def are_apart() -> bool:
 
 
 def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float, float]:
-    """Compare this rank's clock with rank 0's. Collective.
+    """Compare this rank's clock with rank 0's, because different hosts have different clocks. Collective.
+
+    No rank leaves an all-gather before all ranks have entered it. So rank 0 enters before this rank leaves, and vice
+    versa: every exchange bounds the offset from both sides, and the tightest bounds of several exchanges are combined
+    (after Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems", ICDCS 1987).
 
     Returns:
         The time of the measurement on this rank's clock, how many seconds the clock is ahead, and the maximum error.

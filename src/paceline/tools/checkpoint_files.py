@@ -25,9 +25,6 @@ from paceline.checkpoint.weights import read_folder
 from paceline.core.output_files import check_file
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
-# Export of one saved object to a file for safetensors or ``torch.load``.
-
-
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 

@@ -117,14 +117,13 @@ def export_object(
     any other name safetensors. The checkpoint is verified first. Tied weights are stored under each of their names.
     """
     from paceline.tools import checkpoint_files
-    from paceline.tools import checkpoint_files as exporting
 
-    target = exporting.check_target(out)
+    target = checkpoint_files.check_target(out)
     checkpoint_files.locate(folder)  # refuses a folder without checkpoints
     with warnings.catch_warnings(record=True) as skipped:
         warnings.simplefilter("always")
         try:
-            step, count, size = exporting.export(Path(folder), name, target)
+            step, count, size = checkpoint_files.export(Path(folder), name, target)
         # Must come first, because NoCheckpoint is also a CheckpointError.
         except UsageError:
             raise

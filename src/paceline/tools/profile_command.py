@@ -19,15 +19,12 @@ from paceline.core.tables import print_table
 from paceline.errors import UsageError
 from paceline.planner.critical_batch import verdict
 from paceline.profiler import step_parts
+from paceline.profiler.advice import Advice
 from paceline.profiler.analyze import Report
 from paceline.profiler.facts import Facts, kind_name, ms, percent, sentence
 from paceline.profiler.profiling import RESULTS
 from paceline.profiler.rank_file import FOLDER, make_folder
-from paceline.profiler.rules import Advice
 from paceline.profiler.steps import MOST
-
-# Terminal summary of a profile: headline, parts of each rank's step, and advice.
-
 
 MOST_RANKS = 5
 """Maximum number of ranks in the table. For larger jobs, it has only the most notable ranks and the mean."""

@@ -1,4 +1,7 @@
-"""``paceline top``: the ranks of a running job, once or live, and the rank that the others wait for."""
+"""``paceline top``: the ranks of a running job, once or live, and the rank that the others wait for.
+
+The values come from the ranks' black boxes (:mod:`paceline.core.black_box`).
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,6 @@ from paceline.core.job_directory import JobNote, running_jobs
 from paceline.core.messages import counted, duration
 from paceline.core.tables import print_table
 from paceline.errors import UsageError
-
-# A live view of a running job, read from its ranks' black boxes: ``paceline top``.
-#
-# :mod:`paceline.core.black_box` defines the values, ``black_box_writer.py`` next to it writes them, and
-# ``table.py`` shows them.
-
 
 STARTING, RUNNING, ENDED, UNREADABLE = "starting", "running", "ended", "unreadable"
 LEAST_SHARE = 0.1
@@ -203,9 +200,6 @@ def _read_status(folder: Path, note: JobNote, local_rank: int) -> RankStatus:
     return RankStatus(local_rank, ENDED, process) if snapshot is None else status_of(snapshot, ENDED, now)
 
 
-# A job's view as a table for the terminal.
-
-
 BAR = 20
 """Width of a step's bar, in characters."""
 NOTHING = "–"
@@ -267,9 +261,6 @@ def screen(view: JobView) -> RenderableType:
 
 def _or_nothing(seconds: float | None) -> str:
     return NOTHING if seconds is None else duration(seconds)
-
-
-# ``paceline top``: the ranks of a running job, once or live.
 
 
 PAUSE_S = 0.5

@@ -15,8 +15,8 @@ from paceline.profiler import step_parts
 from paceline.profiler.analyze import Report, summary
 from paceline.profiler.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.facts import Facts
+from paceline.profiler.measurements import GradientNorms
 from paceline.profiler.operator_table import OperatorTable, tabulate
-from paceline.profiler.recorder import GradientNorms
 from paceline.profiler.step_breakdown import account, mean_of
 from profile_records import Timing, kinds, records, the, usual, verdict
 

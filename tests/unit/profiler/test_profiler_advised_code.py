@@ -13,7 +13,7 @@ import torch
 
 import paceline
 import paceline.data
-from paceline.profiler import rules
+from paceline.profiler import advice
 
 MODEL = paceline.DistributedDataParallel
 NAMES = {"paceline": paceline, "torch": torch, "model": MODEL, "Checkpointer": paceline.Checkpointer}
@@ -28,7 +28,7 @@ SETTABLE: tuple[Callable[..., Any], ...] = (
 
 def texts() -> Iterator[str]:
     """Yield the text of each piece of advice, with 1 for each value."""
-    for node in ast.walk(ast.parse(Path(rules.__file__).read_text("utf-8"))):
+    for node in ast.walk(ast.parse(Path(advice.__file__).read_text("utf-8"))):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

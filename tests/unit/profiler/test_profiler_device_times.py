@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paceline.core.spans import BACKWARD, FORWARD, WAIT, Recorder, Span
+from paceline.profiler.measurements import LAG, DeviceTimes
 from paceline.profiler.steps import MEETING, Step
-from paceline.profiler.torch_spans import LAG, DeviceTimes
 from profile_records import cut
 
 

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from browser import run_in_page
 from paceline.core.spans import DONE, Span
+from paceline.profiler.advice import Advice
 from paceline.profiler.analyze import Report
 from paceline.profiler.operator_table import Operator, OperatorTable
 from paceline.profiler.page import find_outliers, page
 from paceline.profiler.rank_file import RankRecord
-from paceline.profiler.rules import Advice
 from paceline.tools.profile_command import parts_table
 from profile_records import records, verdict
 

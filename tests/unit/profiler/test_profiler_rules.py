@@ -18,9 +18,9 @@ import torch
 from paceline.core.spans import LAUNCH, Span
 from paceline.profiler import stack_samples
 from paceline.profiler.host_load import CollectorPauses, HostLoad, busy_seconds, own_seconds
+from paceline.profiler.measurements import Forwards
 from paceline.profiler.operator_table import OperatorTable
 from paceline.profiler.rank_file import RankRecord
-from paceline.profiler.recorder import Forwards
 from paceline.profiler.stack_samples import StackSampler, between_spans, function_of
 from paceline.profiler.steps import Step
 from processes import until

@@ -70,9 +70,6 @@ def parse_ops(text: str) -> list[str]:
     return [name for name in OPS if name in names]
 
 
-# The command ``paceline bench``.
-
-
 EXAMPLES = """Examples:
 
 paceline bench collectives --nproc 2

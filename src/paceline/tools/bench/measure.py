@@ -99,9 +99,6 @@ def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
     return Variant(name, *calls[op])
 
 
-# Fair comparisons on a noisy machine: variants take turns, and only times of the same round are compared.
-
-
 Measurement = TypeVar("Measurement")
 
 
@@ -109,6 +106,8 @@ def take_turns(
     turns: Mapping[str, Callable[[], Measurement]], rounds: int, *, warm_up: int = 1, rotated: bool = False
 ) -> dict[str, list[Measurement]]:
     """Run every variant once per round, and return the measurements by variant.
+
+    Variants take turns, and only times of the same round are compared, so the comparison is fair on a noisy machine.
 
     Args:
         turns: a function for each variant that runs one turn and returns its measurement.

@@ -21,17 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Measurements: a row for each size and variant, with bandwidths.
-#
-# Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). Algorithm bandwidth is the size of the whole tensor
-# divided by the time. Bus bandwidth multiplies it by the minimum traffic of the collective relative to this size:
-# 2 (p−1)/p for an all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for broadcast and reduce. It can be compared
-# with the speed of the links for any number of ranks.
-
-
 @dataclass(frozen=True)
 class Row:
-    """Times of a variant on one size."""
+    """Times and bandwidths of a variant on one size.
+
+    Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). Algorithm bandwidth is the size of the whole tensor
+    divided by the time. Bus bandwidth multiplies it by the minimum traffic of the collective relative to this size:
+    2 (p−1)/p for an all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for broadcast and reduce. It can be
+    compared with the speed of the links for any number of ranks.
+    """
 
     op: str
     variant: str
@@ -136,9 +134,6 @@ def short(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.3g}{unit}"
     return str(nbytes)
-
-
-# Presentation of the results: a table, and values for JSON.
 
 
 COLUMNS = ("bytes", "variant", "time µs", "±", "algbw", "busbw", "#wrong")

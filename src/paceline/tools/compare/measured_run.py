@@ -28,15 +28,6 @@ from paceline.nn.data_parallel import DataParallel, nested_tensors
 from paceline.profiler.environment import Enough, peak_memory, run_program
 from paceline.tools.compare.modes import Run
 
-# Turns of the compared variants: one trains two steps while the others wait, so machine load affects all equally.
-#
-# The turns are passed on through a shared file. Every rank appends one byte after its warm-up and one after each of its
-# turns, and begins its next turn when the file has reached a certain length. With three variants:
-#
-#     |  all ranks, warmed up  |  single  |  ddp    |  ddp-torch  |  single  |  ddp    |  …
-#                              └ turn 0 of each variant in order  └ turn 1
-
-
 TURN = 2
 """Optimizer steps in a turn. Short turns give more ratios for the median."""
 NAP_S = 0.01
@@ -44,11 +35,17 @@ NAP_S = 0.01
 
 
 class Turns:
-    """The turns of one rank.
+    """The turns of one rank: it trains two steps while the others wait, so machine load affects all variants equally.
+
+    The turns are passed on through a shared file. Every rank appends one byte after its warm-up and one after each of
+    its turns, and begins its next turn when the file has reached a certain length. With three variants:
+
+        |  all ranks, warmed up  |  single  |  ddp    |  ddp-torch  |  single  |  ddp    |  …
+                                 └ turn 0 of each variant in order  └ turn 1
 
     Args:
         file: path of a file that all ranks share, empty at first.
-        before: number of ranks whose turns come earlier in each round.
+        offset: number of ranks whose turns come earlier in each round.
         ranks: number of ranks of all variants.
     """
 
@@ -67,9 +64,6 @@ class Turns:
         while os.stat(self._file).st_size < self._next:
             time.sleep(NAP_S)
         self._next += self._ranks
-
-
-# Wrappers that replace ``paceline.DistributedDataParallel`` in a compared program.
 
 
 TorchDDP = nn.parallel.DistributedDataParallel

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Results of a comparison, computed from the records of its ranks.
-
-
 @dataclass(frozen=True)
 class Row:
     """The results of one variant.

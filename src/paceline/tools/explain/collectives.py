@@ -229,9 +229,6 @@ def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
     return chunk == rank if schedule.result == "reduce-scatter" else True
 
 
-# The six collectives: every rank's data before, during and after each, its cost, and the torch function to call.
-
-
 BEFORE_2_13 = {"reduce_scatter_single": "reduce_scatter_tensor", "all_gather_single": "all_gather_into_tensor"}
 """Names of these torch.distributed functions up to torch 2.12."""
 

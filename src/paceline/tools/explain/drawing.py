@@ -10,9 +10,6 @@ from typing import NamedTuple
 from paceline.comm.schedules import Terms
 from paceline.tools.explain.scene import Drawing, Frame, box, ms, text
 
-# Timelines: a row for each rank and for the network, bars for their work, and lines where all ranks synchronize.
-
-
 LEFT, WIDE, RESULTS, ROW = 84.0, 720.0, 170.0, 19.0
 """Widths of the row names, the axis and the results beside it; height of a row."""
 BUBBLE, COMMUNICATION, NETWORK = "bubble", "wait", "cell"

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# A scene: a picture in frames, which a page plays and a sheet shows side by side, and the same content as a table.
-
-
 class Drawing(NamedTuple):
     """SVG elements and the size of the drawing."""
 
@@ -147,9 +144,6 @@ def _legend(scene: Scene) -> str:
     )
     entries = "".join(f"<li>{swatch.format(kind)}</svg> {escape(words)}</li>" for kind, words in scene.legend)
     return f'<ul class="legend">{entries}</ul>' if entries else ""
-
-
-# A sheet: all frames of the scenes in one SVG file, which follows the reader's light or dark theme.
 
 
 MARGIN, LINE, WIDEST = 20.0, 18.0, 1090.0

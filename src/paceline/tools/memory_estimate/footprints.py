@@ -25,9 +25,6 @@ from paceline.optim.sharding import STAGED, share_out
 from paceline.tools.hub import one_line
 from paceline.tools.memory_estimate.activations import Activations
 
-# The bytes of state that an optimizer keeps for a parameter, determined by a step with a tiny parameter.
-
-
 EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
 """Sizes of the tiny parameter's dimensions, all different so that a size in a state tensor identifies a dimension."""
 DEFAULT_MOMENTUM = 0.9

@@ -22,9 +22,6 @@ from paceline.tools.notebook.messages import Failure
 from paceline.tools.notebook.output import Screen
 from paceline.tools.notebook.processes import Processes
 
-# Recognizes, from the stack of a rank, calls that wait for other ranks.
-
-
 _CELL = re.compile(r"<ipython-input-(\d+)-")
 _WRAPPER = "/paceline/ddp/"
 # Wrapper functions of torch, which are not reported; users know the wrapped function.
@@ -246,9 +243,6 @@ class Conversation:
         for rank in list(ranks):
             self.outcome.killed.add(rank)
             self._processes.ranks[rank].kill()
-
-
-# Error messages for a failed cell.
 
 
 class Shown(PacelineError):

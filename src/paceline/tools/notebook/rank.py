@@ -198,9 +198,6 @@ def _failure(kind: type[BaseException], error: Any, lines: list[str]) -> Failure
     return Failure(kind.__name__, str(error), tuple(lines), broken or kind.__name__ == "DesyncError")
 
 
-# The process of a rank, which runs its cells.
-
-
 @dataclass
 class Rank:
     """Handler of the kernel's messages."""

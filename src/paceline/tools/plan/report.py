@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# What a plan says about a job: predictions for several numbers of devices, and what follows from them.
-
-
 @dataclass(frozen=True)
 class Entry:
     """One number of devices."""
@@ -106,9 +103,6 @@ def document(outlook: Outlook) -> dict[str, Any]:
         "trainings": [asdict(training) for training in outlook.trainings],
         "effects": {"devices": outlook.changed_on, "savings": outlook.effects},
     }
-
-
-# Chart of a plan.
 
 
 def plot_outlook(outlook: Outlook) -> Figure:

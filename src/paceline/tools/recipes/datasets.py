@@ -1,6 +1,6 @@
 """The recipes' data: windows of characters in a text file, and the sentence pairs of MRPC.
 
-The files ``train.tsv`` and ``dev.tsv`` are tab-separated with a header line, and quotation marks are ordinary text:
+MRPC's files ``train.tsv`` and ``dev.tsv`` are tab-separated with a header line, and quotation marks are ordinary text:
 
     Quality    #1 ID    #2 ID    #1 String    #2 String
 
@@ -22,12 +22,6 @@ from torch.utils.data import Dataset
 
 from paceline.core.digests import tensor_digest
 from paceline.errors import UsageError
-
-# A text file as windows of characters.
-#
-# The last tenth of the file is for validation. The windows of each part do not overlap, so every character except the
-# first one of the file is predicted exactly once per epoch.
-
 
 VALIDATION_SHARE = 0.1
 IGNORED = -100
@@ -114,7 +108,7 @@ def make_corpus(text: str, context: int) -> Corpus:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Return the parts of `text` for training and for validation."""
+    """Return the parts of `text` for training and, the last tenth, for validation."""
     cut = int(len(text) * (1 - VALIDATION_SHARE))
     return text[:cut], text[cut:]
 

@@ -5,6 +5,9 @@
 It learns in minutes on a CPU for three reasons: the input includes embeddings of the last two and the last three
 tokens, so attention need not learn them; every block's output is zero at first; and ``torch.optim.Muon`` trains the
 blocks' matrices.
+
+The reported loss is the mean cross-entropy, in nats, over every character of the last tenth of the file, read in
+windows of ``--context`` characters that do not overlap. The perplexity is e to the loss.
 """
 
 from __future__ import annotations
@@ -121,12 +124,6 @@ def ngram_slots(tokens: Tensor) -> list[Tensor]:
         code = code * 1_000_003 + previous + 1  # a hash; a prime spreads neighboring tokens over the table
         slots.append(code.remainder(NGRAM_SLOTS))
     return slots
-
-
-# The lm recipe: a compact GPT on the characters of a text file.
-#
-# The reported loss is the mean cross-entropy, in nats, over every character of the last tenth of the file, read in
-# windows of ``--context`` characters that do not overlap. The perplexity is e to the loss.
 
 
 OTHER_LR = 0.15
