@@ -45,6 +45,11 @@ SET_BEFORE_IMPORT = re.compile(
 
 IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w*)", re.MULTILINE)
 """The top-level module of an import statement; empty if the import is relative."""
+SLICE_S = 0.05  # interval between checks for signals while the launcher waits for the server
+LATE_S = 1.0  # time for the server to report that a rank has exited
+END_S = 2.0  # time for the server to exit
+_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has exited; "reset" if it left messages unread
+Stream = IO[Any] | None  # a file for a rank's output; None for the launcher's own
 
 
 @dataclass(frozen=True)
@@ -127,13 +132,6 @@ def modules_for(text: str) -> tuple[str, ...]:
     if "torch" not in text and not others:
         return ()
     return ("torch", OPTIMIZERS_NEED) if "optim" in text or others - {"torch"} else ("torch",)
-
-
-SLICE_S = 0.05  # interval between checks for signals while the launcher waits for the server
-LATE_S = 1.0  # time for the server to report that a rank has exited
-END_S = 2.0  # time for the server to exit
-_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has exited; "reset" if it left messages unread
-Stream = IO[Any] | None  # a file for a rank's output; None for the launcher's own
 
 
 class ForkServer:

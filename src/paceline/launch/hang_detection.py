@@ -49,6 +49,15 @@ _SAVING = re.compile(rf"{_FOLDER}checkpoint/(saving|due_saves|run_folder)\.py")
 _HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in write_stacks\n")
 PLACE = re.compile(r'File "(.*)", line (\d+) in (.*)')
 """File, line and function of a frame."""
+PATIENCE = 10
+"""Multiplier of the timeout for phases that may take long."""
+BETWEEN_S = 0.2
+"""Interval between two checks, in seconds."""
+TO_ANSWER = 4
+"""Maximum number of times that a sleeping thread has to run in order to write its stacks."""
+LONGEST_S = 1.0
+"""Maximum time between two checks that counts, in seconds. Ranks that were stopped together with the launcher do not
+hang."""
 
 
 def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
@@ -174,17 +183,6 @@ def _read(path: Path) -> str:
         return _HANDLER.sub("", path.read_text(errors="replace"))
     except OSError:
         return ""
-
-
-PATIENCE = 10
-"""Multiplier of the timeout for phases that may take long."""
-BETWEEN_S = 0.2
-"""Interval between two checks, in seconds."""
-TO_ANSWER = 4
-"""Maximum number of times that a sleeping thread has to run in order to write its stacks."""
-LONGEST_S = 1.0
-"""Maximum time between two checks that counts, in seconds. Ranks that were stopped together with the launcher do not
-hang."""
 
 
 @dataclass

@@ -19,6 +19,8 @@ from paceline.launch.signals import Caught
 
 SLOW_S = 5.0
 """An error that a rank raised this many seconds ago is shown even if the rank is still running."""
+KILLED_S = 3.0
+"""Seconds that the kernel has to end a killed process."""
 
 
 class RankProcesses:
@@ -129,10 +131,6 @@ def exit_code(process: Any) -> int | None:
         except ChildProcessError:  # discarded, or taken by another wait(); poll() would return 0
             process.returncode = UNKNOWN
     return cast("int | None", process.poll())
-
-
-KILLED_S = 3.0
-"""Seconds that the kernel has to end a killed process."""
 
 
 class Ending:

@@ -26,6 +26,14 @@ _DOING = {
     "collective": "in a collective",
     "optimizer": "in the optimizer",
 }
+MAYBE, LOST_A_PEER = 1, 2
+UNKNOWN = 256
+"""Replaces an exit code that is not known. It is larger than any exit code."""
+_FRAME = re.compile(r'[\s|]*File ".*')  # with the bars of exception groups
+SETTLE_S = 0.3  # time to wait for other ranks to fail independently
+CAUSE_S = 1.0  # time to wait if all known failures are consequences
+LEAVE_S = 2.0  # time to wait if a rank is about to leave, which may be the cause
+NOTICE_S = 0.05  # delay until the launcher notices an exit; ranks record their exits immediately
 
 
 @dataclass(frozen=True)
@@ -89,16 +97,6 @@ def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> S
 def doings(ranks: Iterable[tuple[int, str]]) -> list[str]:
     """Return one line per activity, such as "ranks 0, 2: waiting for gradients in step 41"."""
     return [f"{named_ranks(numbers)}: {text}" for text, numbers in ranks_by_value(ranks).items()]
-
-
-MAYBE, LOST_A_PEER = 1, 2
-UNKNOWN = 256
-"""Replaces an exit code that is not known. It is larger than any exit code."""
-_FRAME = re.compile(r'[\s|]*File ".*')  # with the bars of exception groups
-SETTLE_S = 0.3  # time to wait for other ranks to fail independently
-CAUSE_S = 1.0  # time to wait if all known failures are consequences
-LEAVE_S = 2.0  # time to wait if a rank is about to leave, which may be the cause
-NOTICE_S = 0.05  # delay until the launcher notices an exit; ranks record their exits immediately
 
 
 @dataclass(frozen=True)

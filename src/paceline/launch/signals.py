@@ -14,6 +14,13 @@ from typing import Any
 
 from paceline.core.step_progress import ECHO_S, Stopping, present_records
 
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+SPARE = signal.SIGURG
+"""A signal that is never sent. torchelastic's signal handler may raise at any point, so it is installed only for this
+signal."""
+HELD_BACK = {*FORWARDED, signal.SIGUSR2}
+"""Signals that batch systems, service managers and terminals send to all processes of a job."""
+
 
 class Preemption:
     """How the ranks of the current start react to a signal, according to their step records.
@@ -68,15 +75,6 @@ class Preemption:
             for record in records:
                 states[record.pid] = max(record.stopping, states.get(record.pid, Stopping.NOT))
         return states
-
-
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-
-SPARE = signal.SIGURG
-"""A signal that is never sent. torchelastic's signal handler may raise at any point, so it is installed only for this
-signal."""
-HELD_BACK = {*FORWARDED, signal.SIGUSR2}
-"""Signals that batch systems, service managers and terminals send to all processes of a job."""
 
 
 @contextmanager

@@ -16,6 +16,11 @@ REJOIN_S = 600.0
 """Seconds until a left-out place is tried again."""
 WELL_S = 600.0
 """A start that lasts longer than this, in seconds, resets the counts of failures."""
+LIMIT = 3
+"""Default limit on consecutive restarts without progress."""
+EARLY_S = 120.0
+"""If the steps of a start are unknown and it failed within this many seconds, it is assumed to have completed no step:
+a killed rank then lost no step, and an error is blamed on the script."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +121,6 @@ def _is_power_of_two(number: int) -> bool:
 
 def _named(places: Sequence[int]) -> str:
     return f"place {places[0]} is" if len(places) == 1 else f"places {', '.join(map(str, places))} are"
-
-
-LIMIT = 3
-"""Default limit on consecutive restarts without progress."""
-EARLY_S = 120.0
-"""If the steps of a start are unknown and it failed within this many seconds, it is assumed to have completed no step:
-a killed rank then lost no step, and an error is blamed on the script."""
 
 
 class Verdict(Enum):

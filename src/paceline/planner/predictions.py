@@ -21,6 +21,14 @@ OPTIMIZER_BYTES = 28
 """Bytes per parameter that a fused AdamW reads (parameter, gradient, two moments) and writes, in float32."""
 FORWARD, BACKWARD = 1 / 3, 2 / 3
 """Shares of a step's FLOPs."""
+RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
+"""Fewest and most devices, lowest and highest efficiency, as tutorials give them."""
+WORTH = 1.5
+"""Doubling the ranks pays while it multiplies the useful throughput by at least this: half of what was added."""
+CAST_TRAFFIC, INT8_TRAFFIC = 6, 50
+"""Bytes that a compressor reads and writes per byte of float32 gradients, counted from its operations."""
+BUCKETS_MIB = (0.25, 1, 2, 5, 10, 25, 50, 100, 400)
+"""Capacities to try."""
 
 
 @dataclass(frozen=True)
@@ -152,16 +160,6 @@ def simulate(workload: Workload, reduce_seconds: Callable[[float], float], inter
     reducing = sum(end - begin for begin, end in zip(timeline.begin, timeline.end, strict=True))
     hidden = max(0.0, reducing - timeline.exposed)
     return StepTime(workload.compute_s, timeline.exposed, hidden, interference * hidden)
-
-
-RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
-"""Fewest and most devices, lowest and highest efficiency, as tutorials give them."""
-WORTH = 1.5
-"""Doubling the ranks pays while it multiplies the useful throughput by at least this: half of what was added."""
-CAST_TRAFFIC, INT8_TRAFFIC = 6, 50
-"""Bytes that a compressor reads and writes per byte of float32 gradients, counted from its operations."""
-BUCKETS_MIB = (0.25, 1, 2, 5, 10, 25, 50, 100, 400)
-"""Capacities to try."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,16 @@ NAMED = (DATA, OPTIMIZER, CHECKPOINT, OTHER)
 """Parts other than communication that the verdict can name if there is no advice."""
 MOST = 0.95
 """Largest predicted gain."""
+OWN_CODE = "own code in the loop"
+ACCUMULATED, TIMES = (2, 4, 8), 4
+"""Accumulation factors for the predictions of all-reduce's share, and the factor to recommend."""
+MOST_WORKERS = 8
+RARER = 10
+"""Recommended factor for less frequent saves."""
+IDLE = 0.5
+"""A GPU that computes for less than this share of the time counts as idle."""
+COMPUTING = 0.7
+"""If computing takes a larger share of the operators' time than this, no advice about the cost of calls is given."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +122,6 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
     return part_sentence(facts, worst)
 
 
-OWN_CODE = "own code in the loop"
-
-
 def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
     """Return the function seen in most samples of own code, on `rank` or on all ranks; empty if samples are too few."""
     counts = Counter[str]()
@@ -139,10 +146,6 @@ def part_sentence(facts: Facts, part: str) -> str:
         OTHER: f"The loop's own code takes {share} of a step{much}.",
         COMMUNICATION: f"Communication takes {share} of a step.",
     }[part]
-
-
-ACCUMULATED, TIMES = (2, 4, 8), 4
-"""Accumulation factors for the predictions of all-reduce's share, and the factor to recommend."""
 
 
 def accumulation(facts: Facts) -> Advice | None:
@@ -261,9 +264,6 @@ def lack_of_cores(load: Load) -> str:
     if not load.is_by_others:
         return f"the ranks slow each other down: {crowd}, and {lacked}"
     return f"{others}, and the ranks slow each other down, because {crowd}: {lacked}"
-
-
-MOST_WORKERS = 8
 
 
 def data_loading(facts: Facts) -> Advice | None:
@@ -498,14 +498,6 @@ def _sizes_explain_times(facts: Facts) -> bool:
             sizes += [value - fmean(cells) for value in cells]
             times += [value - fmean(computing) for value in computing]
     return len(set(sizes)) > 1 and len(set(times)) > 1 and correlation(sizes, times) > 1 / 2
-
-
-RARER = 10
-"""Recommended factor for less frequent saves."""
-IDLE = 0.5
-"""A GPU that computes for less than this share of the time counts as idle."""
-COMPUTING = 0.7
-"""If computing takes a larger share of the operators' time than this, no advice about the cost of calls is given."""
 
 
 def larger_batch(facts: Facts) -> Advice | None:

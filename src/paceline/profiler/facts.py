@@ -37,35 +37,6 @@ from paceline.profiler.rank_file import RankRecord
 from paceline.profiler.step_breakdown import Accounts, account, mean_of, steps_by_number
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
-
-def ms(seconds: float) -> str:
-    """Return a time as text, with three digits: ``12.3 ms``; from ten seconds on, ``12.3 s``."""
-    value = 1e3 * seconds
-    if value == 0 or abs(value) >= 10_000:
-        return "0 ms" if value == 0 else f"{seconds:,.1f} s"
-    return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 1 else f"{value:.2f} ms"
-
-
-def percent(share: float) -> str:
-    """Return a share as text: ``27%``; below ten percent with one more digit."""
-    # From 0.0995 on, a share rounds to 10%.
-    return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
-
-
-def sentence(words: str) -> str:
-    """Return `words` with a period, and capitalized unless they start with an identifier."""
-    first = words.split(" ", 1)[0]
-    # Do not capitalize an identifier such as bucket_cap_mb=5.
-    if first.isalpha() and first.islower():
-        words = words[:1].upper() + words[1:]
-    return words if words.endswith((".", "!", "?", ":")) or not words else f"{words}."
-
-
-def kind_name(kind: str) -> str:
-    """Return the kind of a piece of advice as a heading: ``Data loading`` for ``data-loading``."""
-    return kind.replace("-", " ").capitalize()
-
-
 ENOUGH = 20
 """Minimum number of measured steps for a verdict, advice and shares of the time. In excerpts of healthy runs, the
 profiler named a cause that the whole run did not have: in 13% of the 3-step excerpts, in 4% of the 10-step excerpts,
@@ -93,6 +64,11 @@ FEWEST = 3
 """Minimum number of steps or samples needed to draw a conclusion."""
 WAKE_S = 0.001
 """Seconds that it takes ranks on one host to wake each other. No rank is blamed for less."""
+LEAST_OWN = 0.1
+"""Minimum share of a rank's own time that must remain after subtracting delays. If less remains, the delays occurred
+while the rank waited."""
+NOT_COMPUTING = tuple(part for part in step_parts.ALL if part not in step_parts.COMPUTE)
+_BUSY = tuple(part for part in step_parts.ALL if part not in step_parts.WAITING)
 
 
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
@@ -172,14 +148,6 @@ def late_since(differences: Sequence[float]) -> int | None:
 def others_of(row: Sequence[float], rank: int) -> list[float]:
     """Return the values of all ranks except `rank`, skipping missing values."""
     return [time for place, time in enumerate(row) if place != rank and not math.isnan(time)]
-
-
-LEAST_OWN = 0.1
-"""Minimum share of a rank's own time that must remain after subtracting delays. If less remains, the delays occurred
-while the rank waited."""
-
-NOT_COMPUTING = tuple(part for part in step_parts.ALL if part not in step_parts.COMPUTE)
-_BUSY = tuple(part for part in step_parts.ALL if part not in step_parts.WAITING)
 
 
 def differences(table: Sequence[Sequence[float]], rank: int) -> dict[int, float]:
@@ -521,3 +489,31 @@ def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
     if any(len(seconds) != len(sizes) for seconds in steps):
         return []
     return [(nbytes, median(seconds)) for nbytes, *seconds in zip(sizes, *steps, strict=True)] if steps else []
+
+
+def ms(seconds: float) -> str:
+    """Return a time as text, with three digits: ``12.3 ms``; from ten seconds on, ``12.3 s``."""
+    value = 1e3 * seconds
+    if value == 0 or abs(value) >= 10_000:
+        return "0 ms" if value == 0 else f"{seconds:,.1f} s"
+    return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 1 else f"{value:.2f} ms"
+
+
+def percent(share: float) -> str:
+    """Return a share as text: ``27%``; below ten percent with one more digit."""
+    # From 0.0995 on, a share rounds to 10%.
+    return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
+
+
+def sentence(words: str) -> str:
+    """Return `words` with a period, and capitalized unless they start with an identifier."""
+    first = words.split(" ", 1)[0]
+    # Do not capitalize an identifier such as bucket_cap_mb=5.
+    if first.isalpha() and first.islower():
+        words = words[:1].upper() + words[1:]
+    return words if words.endswith((".", "!", "?", ":")) or not words else f"{words}."
+
+
+def kind_name(kind: str) -> str:
+    """Return the kind of a piece of advice as a heading: ``Data loading`` for ``data-loading``."""
+    return kind.replace("-", " ").capitalize()

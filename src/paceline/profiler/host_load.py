@@ -18,6 +18,9 @@ from paceline.profiler.rank_file import RankRecord
 DELAYED, OTHERS = 0.1, 0.2
 """Load is named as a cause if a rank had no core for at least this share of its time, and at least this many cores were
 busy with other programs."""
+PROC = Path("/proc")
+MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Mount point of the control groups, and the file that names the groups of this process."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,6 @@ def load_of(records: Sequence[RankRecord], delays: Sequence[float]) -> Load | No
     # The loop's thread does not compete with itself, but the threads of its operators compete with it.
     rivals = max(0.0, own_cores - record.loop_cores)
     return Load(delays[rank], rank, max(0.0, record.busy_cores - own_cores), rivals, group)
-
-
-PROC = Path("/proc")
-MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Mount point of the control groups, and the file that names the groups of this process."""
 
 
 class HostLoad:

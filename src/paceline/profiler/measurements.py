@@ -20,6 +20,11 @@ from paceline.core.torch_internals import is_profiling
 from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler.steps import Step
 
+EVERY, SEEN = (4, 16), 48
+"""Steps between two measurements, in the first ``SEEN`` steps and later. Each costs two passes over the gradients."""
+LAG = 8
+"""Delay in steps before the events of a step are read. By then the device has passed them, so reading never waits."""
+
 
 class Forwards:
     """The forward passes of a step, by model. Several models in a program may process the same samples."""
@@ -54,10 +59,6 @@ def size_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, i
     return (0, 0) if first is None else (len(first), math.prod(first.shape[:2]))
 
 
-EVERY, SEEN = (4, 16), 48
-"""Steps between two measurements, in the first ``SEEN`` steps and later. Each costs two passes over the gradients."""
-
-
 def are_due(step: int) -> bool:
     """Return whether to measure a step."""
     return step % EVERY[step >= SEEN] == 0
@@ -89,10 +90,6 @@ class GradientNorms:
         local = math.fsum((float(norm) / factor) ** 2 for norm, factor in self._local)
         averaged = math.fsum(float(norm) ** 2 for norm in self._averaged)
         return (local, averaged) if math.isfinite(local + averaged) else None
-
-
-LAG = 8
-"""Delay in steps before the events of a step are read. By then the device has passed them, so reading never waits."""
 
 
 class DeviceTimes:

@@ -26,6 +26,9 @@ from paceline.profiler import step_parts
 from paceline.profiler.analyze import Report
 from paceline.profiler.facts import ENOUGH, Facts, kind_name, ms, percent, sentence
 
+SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
+"""The order matters: each script uses declarations of earlier ones as it loads."""
+FILES = "paceline.profiler"
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
 """A step is an outlier if it is at least `DEVIATIONS` scaled median absolute deviations above the rank's median and at
 least `LEAST_RATIO` times the median (which matters in runs without noise), or if it is `ALWAYS` times the median."""
@@ -33,7 +36,7 @@ MOST_OUTLIERS = 400
 """Maximum number of marked outliers, to limit the size of the page."""
 MOST_POINTS = 60_000
 """Maximum number of points per figure over all ranks. More steps are binned, to limit the size of the page."""
-NOTABLE = 8
+SHOWN_FIRST = 8
 """Number of ranks that the timeline shows initially."""
 MOST_DRAWN = 8
 """Maximum number of ranks drawn separately in the chart of steps (MOST_SINGLE in charts.js). If there are more, users
@@ -44,176 +47,13 @@ METRICS = {
     "bubble": ("bubble", (step_parts.BUBBLE,)),
     "communication": ("exposed communication", (step_parts.COMMUNICATION,)),
 }
-
-
-@dataclass(frozen=True)
-class Outlier:
-    """A step that took much longer than usual, on its slowest rank."""
-
-    index: int
-    """Index of the step in the list of measured steps."""
-    rank: int
-    seconds: float
-    ratio: float
-    """Its length divided by the rank's median."""
-
-
-def find_outliers(step_seconds: Sequence[Sequence[float]]) -> list[Outlier]:
-    """Return the outliers in step order; `step_seconds` has shape (steps, ranks), with NaN for missing steps."""
-    worst: dict[int, Outlier] = {}
-    for rank, values in enumerate(zip(*step_seconds, strict=True)):
-        present = _present(values)
-        if not present:
-            continue
-        typical = median(present)
-        # An estimate of the standard deviation, if the noise is normal.
-        spread = 1.4826 * median(abs(value - typical) for value in present)
-        limit = min(max(typical + DEVIATIONS * spread, LEAST_RATIO * typical), ALWAYS * typical)
-        for index, value in enumerate(values):  # NaN is not larger than any number
-            if typical < value >= limit and (index not in worst or value > worst[index].seconds):
-                worst[index] = Outlier(index, rank, value, value / typical if typical else 1.0)
-    longest = sorted(worst.values(), key=lambda outlier: -outlier.seconds)[:MOST_OUTLIERS]
-    return sorted(longest, key=lambda outlier: outlier.index)
-
-
-def timeline_chart(facts: Facts) -> dict[str, Any] | None:
-    """Return the detailed step of median length, rank by rank, in milliseconds; None without detailed steps."""
-    if facts.typical is None:
-        return None
-    steps, buckets = facts.detailed[facts.typical], facts.buckets[facts.typical]
-    zero = min(step.start for step in steps)  # one zero for all ranks, so that a late rank appears late
-    spans = [[span for span in step.spans if span.end > span.start] for step in steps]
-
-    def short(seconds: float | None) -> float | None:
-        return None if seconds is None else round(1e3 * seconds, 3)
-
-    def slice_of(span: Span) -> list[Any]:
-        return [span.label, short(span.start - zero), short(span.end - zero), span.bucket]
-
-    labels = {span.label for row in spans for span in row}
-    ends = [span.end - zero for row in spans for span in row]
-    ends += [end for bucket in buckets for end in bucket.finished if end is not None]
-    data = {
-        "end": short(max(ends)),
-        "ranks": [record.rank for record in facts.records],
-        "notable": facts.accounts.notable_ranks(NOTABLE),
-        "stragglers": [slow.rank for slow in facts.stragglers],
-        "slices": [list(map(slice_of, row)) for row in spans],
-        "buckets": [
-            {
-                "bucket": bucket.bucket,
-                "nbytes": bucket.nbytes,
-                "launched": list(map(short, bucket.launched)),
-                "finished": list(map(short, bucket.finished)),
-            }
-            for bucket in buckets
-        ],
-    }
-    return {"step": steps[0].number, "has_saves": CHECKPOINT in labels, "data": data}
-
-
-def step_chart(facts: Facts) -> dict[str, Any]:
-    """Return the times of every step, in milliseconds with four digits, and the longest outliers."""
-    accounts, ranks = facts.accounts, [record.rank for record in facts.records]
-    outliers = find_outliers(accounts.lengths)
-    # Steps per point, chosen to keep each figure within the limit.
-    width = max(1, -(-len(accounts.steps) * len(ranks) // MOST_POINTS))
-    metrics = {}
-    for name, (_, parts) in METRICS.items():
-        rows = [accounts.parts[part] for part in parts] if parts else [accounts.lengths]
-        sums = [[sum(values) for values in zip(*steps, strict=True)] for steps in zip(*rows, strict=True)]
-        metrics[name] = [_binned([row[rank] for row in sums], width) for rank in range(len(ranks))]
-    return {
-        "width": width,
-        "most_drawn": MOST_DRAWN,
-        "metrics": [(name, shown) for name, (shown, _) in METRICS.items()],
-        "choices": [("-1", "none")] + [(str(rank), f"rank {rank}") for rank in ranks],
-        "slowest": sorted(outliers, key=lambda outlier: -outlier.seconds)[:10],
-        "data": {
-            "ranks": ranks,
-            "steps": accounts.steps[::width],
-            "metrics": metrics,
-            "outliers": [
-                [accounts.steps[outlier.index], outlier.rank, _short(outlier.seconds)] for outlier in outliers
-            ],
-        },
-    }
-
-
-def _present(values: Sequence[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
-
-
-def _binned(values: Sequence[float], width: int) -> list[float | None]:
-    bins = (_present(values[start : start + width]) for start in range(0, len(values), width))
-    return [_short(median(present)) if present else None for present in bins]
-
-
-def _short(seconds: float) -> float:
-    return float(f"{1e3 * seconds:.4g}")
-
-
 SHADES = 8
 GUTTER = 44.0
 """Space for the rank numbers, at the left and at the top."""
 SPELLED_OUT = 10
 """Maximum number of ranks for cells that are large enough to show their figures."""
-FIRST = 6
+MOST_LATE = 6
 """Maximum number of ranks in the table of the costliest ranks."""
-
-
-def waiting_map(facts: Facts) -> dict[str, Any] | None:
-    """Return the heat map of waiting, with a cell for each pair of ranks; None if no rank could wait for another."""
-    rows = facts.accounts.waited_for
-    if len(rows) < 2:
-        return None
-    cell = min(72.0, max(8.0, 520 / len(rows)))
-    every = next(number for number in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if number * cell >= 22)  # legible numbers
-    middles = [GUTTER + cell * (at + 0.5) for at in range(len(rows))]
-    figures = []
-    if len(rows) <= SPELLED_OUT:
-        figures = [
-            (middles[other], middles[at], ms(seconds).removesuffix(" ms") if seconds > 0 else "0")
-            for at, row in enumerate(rows)
-            for other, seconds in enumerate(row)
-            if at != other
-        ]
-    return {
-        "late": _late_ranks(rows),
-        "size": GUTTER + cell * len(rows),
-        "gutter": GUTTER,
-        "cell": cell,
-        "shades": _shades(rows, cell),
-        "figures": figures,
-        "numbers": [(middle, rank) for rank, middle in enumerate(middles)][::every],
-        "data": [[float(f"{1e3 * value:.3g}") for value in row] for row in rows],
-    }
-
-
-def _late_ranks(rows: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
-    """Return the ranks that others wait for, costliest first, each with the rank that waits for it longest."""
-    entries = []
-    for rank in range(len(rows)):
-        if caused := sum(row[rank] for row in rows) / (len(rows) - 1):
-            waiting = max(range(len(rows)), key=lambda other: rows[other][rank])
-            entries.append({"rank": rank, "caused": caused, "longest": rows[waiting][rank], "waiting": waiting})
-    return sorted(entries, key=lambda entry: -entry["caused"])[:FIRST]
-
-
-def _shades(rows: Sequence[Sequence[float]], cell: float) -> list[tuple[int, str]]:
-    """Return one SVG path per shade, because separate elements would be too many: 512 ranks have 262,144 cells."""
-    longest, shades = max(map(max, rows)), dict[int, list[str]]()
-    for at, row in enumerate(rows):
-        for other, seconds in enumerate(row):
-            if seconds and (shade := round(SHADES * seconds / longest)) > 0:
-                x, y = GUTTER + cell * other, GUTTER + cell * at
-                shades.setdefault(shade, []).append(f"M{x:g} {y:g}h{cell:g}v{cell:g}h-{cell:g}z")
-    return [(shade, "".join(paths)) for shade, paths in sorted(shades.items())]
-
-
-SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
-"""The order matters: each script uses declarations of earlier ones as it loads."""
-FILES = "paceline.profiler"
 
 
 def page(report: Report) -> str:
@@ -299,3 +139,159 @@ def _tiles(facts: Facts) -> list[tuple[str, str | None, str]]:
         ("all-reduce", shown(facts.all_reduce_share()), "of the time in which it or computing runs"),
         ("overlap", None if overlap is None else shown(overlap), "of all-reduce time overlaps with computing"),
     ]
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A step that took much longer than usual, on its slowest rank."""
+
+    index: int
+    """Index of the step in the list of measured steps."""
+    rank: int
+    seconds: float
+    ratio: float
+    """Its length divided by the rank's median."""
+
+
+def find_outliers(step_seconds: Sequence[Sequence[float]]) -> list[Outlier]:
+    """Return the outliers in step order; `step_seconds` has shape (steps, ranks), with NaN for missing steps."""
+    worst: dict[int, Outlier] = {}
+    for rank, values in enumerate(zip(*step_seconds, strict=True)):
+        present = _present(values)
+        if not present:
+            continue
+        typical = median(present)
+        # An estimate of the standard deviation, if the noise is normal.
+        spread = 1.4826 * median(abs(value - typical) for value in present)
+        limit = min(max(typical + DEVIATIONS * spread, LEAST_RATIO * typical), ALWAYS * typical)
+        for index, value in enumerate(values):  # NaN is not larger than any number
+            if typical < value >= limit and (index not in worst or value > worst[index].seconds):
+                worst[index] = Outlier(index, rank, value, value / typical if typical else 1.0)
+    longest = sorted(worst.values(), key=lambda outlier: -outlier.seconds)[:MOST_OUTLIERS]
+    return sorted(longest, key=lambda outlier: outlier.index)
+
+
+def timeline_chart(facts: Facts) -> dict[str, Any] | None:
+    """Return the detailed step of median length, rank by rank, in milliseconds; None without detailed steps."""
+    if facts.typical is None:
+        return None
+    steps, buckets = facts.detailed[facts.typical], facts.buckets[facts.typical]
+    zero = min(step.start for step in steps)  # one zero for all ranks, so that a late rank appears late
+    spans = [[span for span in step.spans if span.end > span.start] for step in steps]
+
+    def short(seconds: float | None) -> float | None:
+        return None if seconds is None else round(1e3 * seconds, 3)
+
+    def slice_of(span: Span) -> list[Any]:
+        return [span.label, short(span.start - zero), short(span.end - zero), span.bucket]
+
+    labels = {span.label for row in spans for span in row}
+    ends = [span.end - zero for row in spans for span in row]
+    ends += [end for bucket in buckets for end in bucket.finished if end is not None]
+    data = {
+        "end": short(max(ends)),
+        "ranks": [record.rank for record in facts.records],
+        "notable": facts.accounts.notable_ranks(SHOWN_FIRST),
+        "stragglers": [slow.rank for slow in facts.stragglers],
+        "slices": [list(map(slice_of, row)) for row in spans],
+        "buckets": [
+            {
+                "bucket": bucket.bucket,
+                "nbytes": bucket.nbytes,
+                "launched": list(map(short, bucket.launched)),
+                "finished": list(map(short, bucket.finished)),
+            }
+            for bucket in buckets
+        ],
+    }
+    return {"step": steps[0].number, "has_saves": CHECKPOINT in labels, "data": data}
+
+
+def step_chart(facts: Facts) -> dict[str, Any]:
+    """Return the times of every step, in milliseconds with four digits, and the longest outliers."""
+    accounts, ranks = facts.accounts, [record.rank for record in facts.records]
+    outliers = find_outliers(accounts.lengths)
+    # Steps per point, chosen to keep each figure within the limit.
+    width = max(1, -(-len(accounts.steps) * len(ranks) // MOST_POINTS))
+    metrics = {}
+    for name, (_, parts) in METRICS.items():
+        rows = [accounts.parts[part] for part in parts] if parts else [accounts.lengths]
+        sums = [[sum(values) for values in zip(*steps, strict=True)] for steps in zip(*rows, strict=True)]
+        metrics[name] = [_binned([row[rank] for row in sums], width) for rank in range(len(ranks))]
+    return {
+        "width": width,
+        "most_drawn": MOST_DRAWN,
+        "metrics": [(name, shown) for name, (shown, _) in METRICS.items()],
+        "choices": [("-1", "none")] + [(str(rank), f"rank {rank}") for rank in ranks],
+        "slowest": sorted(outliers, key=lambda outlier: -outlier.seconds)[:10],
+        "data": {
+            "ranks": ranks,
+            "steps": accounts.steps[::width],
+            "metrics": metrics,
+            "outliers": [
+                [accounts.steps[outlier.index], outlier.rank, _short(outlier.seconds)] for outlier in outliers
+            ],
+        },
+    }
+
+
+def _present(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _binned(values: Sequence[float], width: int) -> list[float | None]:
+    bins = (_present(values[start : start + width]) for start in range(0, len(values), width))
+    return [_short(median(present)) if present else None for present in bins]
+
+
+def _short(seconds: float) -> float:
+    return float(f"{1e3 * seconds:.4g}")
+
+
+def waiting_map(facts: Facts) -> dict[str, Any] | None:
+    """Return the heat map of waiting, with a cell for each pair of ranks; None if no rank could wait for another."""
+    rows = facts.accounts.waited_for
+    if len(rows) < 2:
+        return None
+    cell = min(72.0, max(8.0, 520 / len(rows)))
+    every = next(number for number in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if number * cell >= 22)  # legible numbers
+    middles = [GUTTER + cell * (at + 0.5) for at in range(len(rows))]
+    figures = []
+    if len(rows) <= SPELLED_OUT:
+        figures = [
+            (middles[other], middles[at], ms(seconds).removesuffix(" ms") if seconds > 0 else "0")
+            for at, row in enumerate(rows)
+            for other, seconds in enumerate(row)
+            if at != other
+        ]
+    return {
+        "late": _late_ranks(rows),
+        "size": GUTTER + cell * len(rows),
+        "gutter": GUTTER,
+        "cell": cell,
+        "shades": _shades(rows, cell),
+        "figures": figures,
+        "numbers": [(middle, rank) for rank, middle in enumerate(middles)][::every],
+        "data": [[float(f"{1e3 * value:.3g}") for value in row] for row in rows],
+    }
+
+
+def _late_ranks(rows: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    """Return the ranks that others wait for, costliest first, each with the rank that waits for it longest."""
+    entries = []
+    for rank in range(len(rows)):
+        if caused := sum(row[rank] for row in rows) / (len(rows) - 1):
+            waiting = max(range(len(rows)), key=lambda other: rows[other][rank])
+            entries.append({"rank": rank, "caused": caused, "longest": rows[waiting][rank], "waiting": waiting})
+    return sorted(entries, key=lambda entry: -entry["caused"])[:MOST_LATE]
+
+
+def _shades(rows: Sequence[Sequence[float]], cell: float) -> list[tuple[int, str]]:
+    """Return one SVG path per shade, because separate elements would be too many: 512 ranks have 262,144 cells."""
+    longest, shades = max(map(max, rows)), dict[int, list[str]]()
+    for at, row in enumerate(rows):
+        for other, seconds in enumerate(row):
+            if seconds and (shade := round(SHADES * seconds / longest)) > 0:
+                x, y = GUTTER + cell * other, GUTTER + cell * at
+                shades.setdefault(shade, []).append(f"M{x:g} {y:g}h{cell:g}v{cell:g}h-{cell:g}z")
+    return [(shade, "".join(paths)) for shade, paths in sorted(shades.items())]

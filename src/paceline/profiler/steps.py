@@ -1,4 +1,4 @@
-"""Steps of one rank: their parts, and their meetings with other ranks.
+"""Steps of one rank: their parts, their meetings with other ranks, and the offset of the rank's clock.
 
 A step ends when ``optimizer.step()`` returns. Another optimizer that steps after the same backward does not end a step.
 The time between two steps belongs to the later one.
@@ -19,84 +19,6 @@ from paceline.comm.topology import SPLIT
 from paceline.core import spans
 from paceline.core.spans import Span
 from paceline.profiler import step_parts
-
-Interval = tuple[float, float]
-"""Start and end of a time interval."""
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of `intervals`, sorted, as intervals that neither overlap nor touch."""
-    result: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if result and begin <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], end))
-        else:
-            result.append((begin, end))
-    return result
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of `intervals`."""
-    return sum(end - begin for begin, end in merged(intervals))
-
-
-def shared(first: Iterable[Interval], second: Iterable[Interval]) -> float:
-    """Return the length of the intersection of both sets."""
-    left, right = merged(first), merged(second)
-    # Rounding could make it negative.
-    return max(0.0, total(left) + total(right) - total([*left, *right]))
-
-
-EXCHANGES = 12
-
-
-def are_apart() -> bool:
-    """Return whether ranks may run on several hosts with different clocks. All ranks get the same answer."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    # In tests, SPLIT makes one host count as several.
-    return SPLIT in os.environ or local is None or int(local) < dist.get_world_size()
-
-
-def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float, float]:
-    """Compare this rank's clock with rank 0's, because different hosts have different clocks. Collective.
-
-    No rank leaves an all-gather before all ranks have entered it. So rank 0 enters before this rank leaves, and vice
-    versa: every exchange bounds the offset from both sides, and the tightest bounds of several exchanges are combined
-    (after Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems", ICDCS 1987).
-
-    Returns:
-        The time of the measurement on this rank's clock, how many seconds the clock is ahead, and the maximum error.
-    """
-    local_times: list[tuple[float, float]] = []
-    for _ in range(EXCHANGES):
-        begin = clock()
-        dist.all_gather_object([None] * dist.get_world_size(), begin)
-        local_times.append((begin, clock()))
-    all_times: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_times, local_times)
-    offset, error = bound_offset(local_times, all_times[0])
-    return local_times[-1][1], offset, error
-
-
-def bound_offset(local: Sequence[tuple[float, float]], reference: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return this clock's offset from another and the maximum error, given the starts and ends of exchanges."""
-    low = max(begin - end for (begin, _), (_, end) in zip(local, reference, strict=True))
-    high = min(end - begin for (_, end), (begin, _) in zip(local, reference, strict=True))
-    # If clocks drift during the exchanges, the bounds may cross.
-    return (low + high) / 2, abs(high - low) / 2
-
-
-def offset_at(when: float, measured: Sequence[tuple[float, float, float]]) -> float:
-    """Return the offset at `when`, on the line through the first and last measurements; 0 if there are none."""
-    if not measured:
-        return 0.0
-    (first, begin, _), (last, end, _) = measured[0], measured[-1]
-    if last <= first:
-        return begin
-    return begin + (end - begin) * (when - first) / (last - first)
-
 
 WARM_UP, DETAILED, TRACED = 3, 5, 3
 """Numbers of steps at the start: warm-up steps, steps that mark every gradient, and steps under torch's profiler.
@@ -126,6 +48,10 @@ _PARTS = {
 }
 _WHOLE = (MEETING, step_parts.CHECKPOINT)
 """Parts that include the spans inside them."""
+EXCHANGES = 12
+"""All-gathers in one comparison of clocks."""
+Interval = tuple[float, float]
+"""Start and end of a time interval."""
 
 
 class Meeting(NamedTuple):
@@ -236,3 +162,74 @@ def cut_into_stretches(
     if end > cursor:
         stretches.append((outer, cursor, end))
     return stretches, meetings
+
+
+def are_apart() -> bool:
+    """Return whether ranks may run on several hosts with different clocks. All ranks get the same answer."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    # In tests, SPLIT makes one host count as several.
+    return SPLIT in os.environ or local is None or int(local) < dist.get_world_size()
+
+
+def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float, float]:
+    """Compare this rank's clock with rank 0's, because different hosts have different clocks. Collective.
+
+    No rank leaves an all-gather before all ranks have entered it. So rank 0 enters before this rank leaves, and vice
+    versa: every exchange bounds the offset from both sides, and the tightest bounds of several exchanges are combined
+    (after Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems", ICDCS 1987).
+
+    Returns:
+        The time of the measurement on this rank's clock, how many seconds the clock is ahead, and the maximum error.
+    """
+    local_times: list[tuple[float, float]] = []
+    for _ in range(EXCHANGES):
+        begin = clock()
+        dist.all_gather_object([None] * dist.get_world_size(), begin)
+        local_times.append((begin, clock()))
+    all_times: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_times, local_times)
+    offset, error = bound_offset(local_times, all_times[0])
+    return local_times[-1][1], offset, error
+
+
+def bound_offset(local: Sequence[tuple[float, float]], reference: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return this clock's offset from another and the maximum error, given the starts and ends of exchanges."""
+    low = max(begin - end for (begin, _), (_, end) in zip(local, reference, strict=True))
+    high = min(end - begin for (_, end), (begin, _) in zip(local, reference, strict=True))
+    # If clocks drift during the exchanges, the bounds may cross.
+    return (low + high) / 2, abs(high - low) / 2
+
+
+def offset_at(when: float, measured: Sequence[tuple[float, float, float]]) -> float:
+    """Return the offset at `when`, on the line through the first and last measurements; 0 if there are none."""
+    if not measured:
+        return 0.0
+    (first, begin, _), (last, end, _) = measured[0], measured[-1]
+    if last <= first:
+        return begin
+    return begin + (end - begin) * (when - first) / (last - first)
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of `intervals`, sorted, as intervals that neither overlap nor touch."""
+    result: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        else:
+            result.append((begin, end))
+    return result
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Return the length of the union of `intervals`."""
+    return sum(end - begin for begin, end in merged(intervals))
+
+
+def shared(first: Iterable[Interval], second: Iterable[Interval]) -> float:
+    """Return the length of the intersection of both sets."""
+    left, right = merged(first), merged(second)
+    # Rounding could make it negative.
+    return max(0.0, total(left) + total(right) - total([*left, *right]))

@@ -38,6 +38,11 @@ LEAST_STEPS = 5
 """Number of steps before averages are compared."""
 STUCK_S, STUCK_STEPS = 1.0, 3.0
 """A rank counts as stuck once the others have waited this many seconds and this many average steps."""
+BAR = 20
+"""Width of a step's bar, in characters."""
+NOTHING = "–"
+PAUSE_S = 0.5
+"""Refresh interval in seconds."""
 
 
 @dataclass(frozen=True)
@@ -200,11 +205,6 @@ def _read_status(folder: Path, note: JobNote, local_rank: int) -> RankStatus:
     return RankStatus(local_rank, ENDED, process) if snapshot is None else status_of(snapshot, ENDED, now)
 
 
-BAR = 20
-"""Width of a step's bar, in characters."""
-NOTHING = "–"
-
-
 def heading(view: JobView) -> Text:
     """Return the line above the table."""
     note = view.note
@@ -261,10 +261,6 @@ def screen(view: JobView) -> RenderableType:
 
 def _or_nothing(seconds: float | None) -> str:
     return NOTHING if seconds is None else duration(seconds)
-
-
-PAUSE_S = 0.5
-"""Refresh interval in seconds."""
 
 
 def run_top(job: int | None, json: bool) -> int:

@@ -33,6 +33,13 @@ OURS: dict[str, tuple[str, ...]] = {
 """Paceline's algorithms for each collective. A function and its schedule have the same name."""
 ZERO_COPY = "paceline zero-copy"
 """All-reduce of a tensor that is already in the group's shared memory, like the reducer's buckets."""
+Measurement = TypeVar("Measurement")
+BYTES_A_TURN = 8_000_000
+"""Approximate bytes per turn. A turn with small tensors therefore has many calls."""
+CALLS = 100
+"""Maximum number of calls in a turn."""
+ROUNDS = 7
+"""Number of turns of each variant. The median turn is reported."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +106,6 @@ def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
     return Variant(name, *calls[op])
 
 
-Measurement = TypeVar("Measurement")
-
-
 def take_turns(
     turns: Mapping[str, Callable[[], Measurement]], rounds: int, *, warm_up: int = 1, rotated: bool = False
 ) -> dict[str, list[Measurement]]:
@@ -145,14 +149,6 @@ def slowest_timed(run: Callable[[], Any], calls: int) -> float:
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
     """Return the median ratio of two variants' times in the same round."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
-
-
-BYTES_A_TURN = 8_000_000
-"""Approximate bytes per turn. A turn with small tensors therefore has many calls."""
-CALLS = 100
-"""Maximum number of calls in a turn."""
-ROUNDS = 7
-"""Number of turns of each variant. The median turn is reported."""
 
 
 def main(config_json: str) -> None:

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+REFERENCE = "gloo"
+MOST_MARKS = 10
+"""Maximum number of labels that fit below the axis."""
+SPREAD = 2**0.5
+"""Factor by which the points of one size are spread horizontally, so that error bars do not overlap."""
+COLUMNS = ("bytes", "variant", "time µs", "±", "algbw", "busbw", "#wrong")
+"""Columns as in nccl-tests. The title contains what all rows have in common."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -79,13 +87,6 @@ def bus_factor(op: str, ranks: int) -> float:
     return (ranks - 1) / ranks if op in ("reduce_scatter", "all_gather") else 1.0
 
 
-REFERENCE = "gloo"
-MOST_MARKS = 10
-"""Maximum number of labels that fit below the axis."""
-SPREAD = 2**0.5
-"""Factor by which the points of one size are spread horizontally, so that error bars do not overlap."""
-
-
 def plot(rows: Sequence[Row], cores: int) -> Figure:
     """Draw a panel for each collective."""
     ops = list(dict.fromkeys(row.op for row in rows))
@@ -134,10 +135,6 @@ def short(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.3g}{unit}"
     return str(nbytes)
-
-
-COLUMNS = ("bytes", "variant", "time µs", "±", "algbw", "busbw", "#wrong")
-"""Columns as in nccl-tests. The title contains what all rows have in common."""
 
 
 def report(rows: Sequence[Row], cores: int, config: BenchConfig) -> None:

@@ -32,6 +32,11 @@ TURN = 2
 """Optimizer steps in a turn. Short turns give more ratios for the median."""
 NAP_S = 0.01
 """Polling interval in seconds."""
+TorchDDP = nn.parallel.DistributedDataParallel
+WARM_UP = 3
+"""Steps before timing starts; in these, buckets get their final order and memory is allocated."""
+SAMPLED = 2**16
+"""Maximum number of elements to compare per parameter. All elements would take the space of a checkpoint each."""
 
 
 class Turns:
@@ -64,9 +69,6 @@ class Turns:
         while os.stat(self._file).st_size < self._next:
             time.sleep(NAP_S)
         self._next += self._ranks
-
-
-TorchDDP = nn.parallel.DistributedDataParallel
 
 
 class Measured(DistributedDataParallel):
@@ -164,12 +166,6 @@ def substitute(mode: str, devices: int, on_forward: Callable[[nn.Module, Any], N
         return object.__new__(cls)
 
     DistributedDataParallel.__new__ = new  # type: ignore[method-assign]
-
-
-WARM_UP = 3
-"""Steps before timing starts; in these, buckets get their final order and memory is allocated."""
-SAMPLED = 2**16
-"""Maximum number of elements to compare per parameter. All elements would take the space of a checkpoint each."""
 
 
 def main(text: str) -> None:

@@ -20,6 +20,9 @@ from paceline.tools.compare.modes import Way
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+EQUAL = 1e-6
+"""Maximum relative difference of weights that a different order of float32 sums can explain."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -119,8 +122,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "weights\ndiffer": _weights,
 }
 """Columns of the table, which fits a terminal of 80 characters."""
-EQUAL = 1e-6
-"""Maximum relative difference of weights that a different order of float32 sums can explain."""
 
 
 def show(rows: Sequence[Row], target: str, threads: int, steps: int) -> None:

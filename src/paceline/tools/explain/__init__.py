@@ -5,5 +5,5 @@ chart (ranks over time). The resulting scenes become an animated page, a sheet (
 
 ``explain_command.py`` lists the subjects, and the schedules of :mod:`paceline.comm.algorithms` that it can draw.
 
-subjects/ ──▶ grid.py, chart.py ──▶ scene.py ──▶ page.py, sheet.py
+a subject (collectives.py, buckets.py, …) ──▶ drawing.py ──▶ scene.py
 """

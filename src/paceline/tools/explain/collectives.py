@@ -64,6 +64,8 @@ SUMS = ("reduce", "all-reduce", "reduce-scatter")
 """Collectives whose cells are sums; the cells of the others are copies, and show whose."""
 SPELLED_OUT = 6
 """With more ranks, a table's cell shows how many contributions a sum contains, not whose."""
+BEFORE_2_13 = {"reduce_scatter_single": "reduce_scatter_tensor", "all_gather_single": "all_gather_into_tensor"}
+"""Names of these torch.distributed functions up to torch 2.12."""
 
 
 def scene(schedule: Schedule) -> Scene:
@@ -227,10 +229,6 @@ def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
     if schedule.result == "all-to-all":  # chunk s·p + d goes from rank s to rank d
         return chunk % schedule.size == rank
     return chunk == rank if schedule.result == "reduce-scatter" else True
-
-
-BEFORE_2_13 = {"reduce_scatter_single": "reduce_scatter_tensor", "all_gather_single": "all_gather_into_tensor"}
-"""Names of these torch.distributed functions up to torch 2.12."""
 
 
 class Collective(NamedTuple):

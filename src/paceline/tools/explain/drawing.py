@@ -22,6 +22,14 @@ WAITING = (
     LATER,
 )
 """Legend entries."""
+TIP = (
+    '<marker id="tip" viewBox="0 0 7 6" refX="6" refY="3" markerWidth="7" markerHeight="6" '
+    'markerUnits="userSpaceOnUse" orient="auto"><path d="M0,0 L7,3 L0,6 Z" class="tip"/></marker>'
+)
+HEAD = 22.0
+"""Height of the rank names."""
+SLOT = 13.0
+"""Width of a slot with a number in it."""
 
 
 @dataclass(frozen=True)
@@ -132,16 +140,6 @@ class Chart:
             return ""
         is_filled = moment > (bar.begin + bar.end) / 2 and bar.kind != NETWORK
         return text((x + end) / 2, y + 12, bar.label, "digit" if is_filled else "number", "middle")
-
-
-TIP = (
-    '<marker id="tip" viewBox="0 0 7 6" refX="6" refY="3" markerWidth="7" markerHeight="6" '
-    'markerUnits="userSpaceOnUse" orient="auto"><path d="M0,0 L7,3 L0,6 Z" class="tip"/></marker>'
-)
-HEAD = 22.0
-"""Height of the rank names."""
-SLOT = 13.0
-"""Width of a slot with a number in it."""
 
 
 class Cell(NamedTuple):

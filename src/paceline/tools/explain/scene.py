@@ -13,6 +13,15 @@ from paceline.core.output_files import document, resource
 if TYPE_CHECKING:
     from rich.table import Table
 
+BUTTONS = (("Start", "Home"), ("Back", "←"), ("Play", "Space"), ("Next", "→"))
+LARGEST, SMALLEST = 1.6, 0.75
+"""Range of sizes, relative to a sheet. An even narrower window scrolls, so that text stays legible."""
+KEYS = "Play builds the picture step by step. Space plays and pauses, → and ← step, Home and End go to either end."
+MARGIN, LINE, WIDEST = 20.0, 18.0, 1090.0
+"""Space at the edges, height of a line of text, and width beyond which frames go into the next row."""
+LETTER = 6.6
+"""Estimated width of a letter, because the reader's font is not known here."""
+
 
 class Drawing(NamedTuple):
     """SVG elements and the size of the drawing."""
@@ -82,12 +91,6 @@ def figure(seconds: float) -> str:
     return f"{1000 * seconds:.1f}"
 
 
-BUTTONS = (("Start", "Home"), ("Back", "←"), ("Play", "Space"), ("Next", "→"))
-LARGEST, SMALLEST = 1.6, 0.75
-"""Range of sizes, relative to a sheet. An even narrower window scrolls, so that text stays legible."""
-KEYS = "Play builds the picture step by step. Space plays and pauses, → and ← step, Home and End go to either end."
-
-
 def page(scenes: Sequence[Scene]) -> str:
     """Return the HTML document."""
     # Every scene refers to the shared elements, so they are in a separate SVG element.
@@ -144,12 +147,6 @@ def _legend(scene: Scene) -> str:
     )
     entries = "".join(f"<li>{swatch.format(kind)}</svg> {escape(words)}</li>" for kind, words in scene.legend)
     return f'<ul class="legend">{entries}</ul>' if entries else ""
-
-
-MARGIN, LINE, WIDEST = 20.0, 18.0, 1090.0
-"""Space at the edges, height of a line of text, and width beyond which frames go into the next row."""
-LETTER = 6.6
-"""Estimated width of a letter, because the reader's font is not known here."""
 
 
 def sheet(scenes: Sequence[Scene]) -> str:

@@ -29,6 +29,10 @@ EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
 """Sizes of the tiny parameter's dimensions, all different so that a size in a state tensor identifies a dimension."""
 DEFAULT_MOMENTUM = 0.9
 """Value of a numeric option."""
+TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
+DEVICES = ("cpu", "cuda")
+Part = tuple[nn.Parameter, tuple[int, ...]]
+"""A trained parameter, and the shape of the part of it that a rank updates."""
 
 
 class OptimizerState:
@@ -91,10 +95,6 @@ def parse_optimizer(text: str) -> OptimizerState:
     return OptimizerState(optimizer_class, values)
 
 
-TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
-DEVICES = ("cpu", "cuda")
-
-
 @dataclass(frozen=True)
 class Footprint:
     """Memory of the rank that needs the most, in bytes."""
@@ -118,10 +118,6 @@ class Footprint:
             return int(held + temporaries + 8 * MIB)
         libraries, connections = 34 * MIB, (8 * MIB if ranks > 1 else 0)
         return int(held + temporaries + 0.7 * activations.small + libraries + connections)
-
-
-Part = tuple[nn.Parameter, tuple[int, ...]]
-"""A trained parameter, and the shape of the part of it that a rank updates."""
 
 
 class Training:

@@ -26,6 +26,14 @@ _CELL = re.compile(r"<ipython-input-(\d+)-")
 _WRAPPER = "/paceline/ddp/"
 # Wrapper functions of torch, which are not reported; users know the wrapped function.
 _WRAPPERS = {"wrapper", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl"}
+LOOK_S = 0.1
+"""Polling interval in seconds."""
+STUCK_S = 2.0
+"""Seconds without output before stacks are read, and seconds until they are read again."""
+HEED_S = 5.0
+"""Seconds to wait before killing a rank that ignores an interrupt."""
+IDLE = 0.2
+"""A process counts as asleep if it uses or wants a core for less than this share of the time."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +66,6 @@ def wait_in(stacks: str) -> Wait | None:
             break
         call = call if function in _WRAPPERS and call else function
     return Wait(call, "", is_sure)
-
-
-LOOK_S = 0.1
-"""Polling interval in seconds."""
-STUCK_S = 2.0
-"""Seconds without output before stacks are read, and seconds until they are read again."""
-HEED_S = 5.0
-"""Seconds to wait before killing a rank that ignores an interrupt."""
-IDLE = 0.2
-"""A process counts as asleep if it uses or wants a core for less than this share of the time."""
 
 
 @dataclass

@@ -26,6 +26,8 @@ from paceline.errors import UsageError
 VALIDATION_SHARE = 0.1
 IGNORED = -100
 """Target of positions after the end of the text: the default ignore_index of cross_entropy."""
+COLUMNS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
+_HUB_NAME = ("nyu-mll/glue", "mrpc")
 
 
 class Characters:
@@ -111,10 +113,6 @@ def split(text: str) -> tuple[str, str]:
     """Return the parts of `text` for training and, the last tenth, for validation."""
     cut = int(len(text) * (1 - VALIDATION_SHARE))
     return text[:cut], text[cut:]
-
-
-COLUMNS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
-_HUB_NAME = ("nyu-mll/glue", "mrpc")
 
 
 class Pair(NamedTuple):

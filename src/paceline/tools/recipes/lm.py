@@ -31,6 +31,10 @@ from paceline.train import Evaluation, Result
 
 NGRAM_SLOTS = 16_384
 """Rows of the tables of token pairs and triples; colliding entries share a row."""
+OTHER_LR = 0.15
+"""Learning rate of embeddings, gains and the output layer, relative to ``--lr``."""
+TEMPERATURE = 0.8
+"""Temperature of the sample; values below 1 favor likely tokens."""
 
 
 class GPT(nn.Module):
@@ -124,12 +128,6 @@ def ngram_slots(tokens: Tensor) -> list[Tensor]:
         code = code * 1_000_003 + previous + 1  # a hash; a prime spreads neighboring tokens over the table
         slots.append(code.remainder(NGRAM_SLOTS))
     return slots
-
-
-OTHER_LR = 0.15
-"""Learning rate of embeddings, gains and the output layer, relative to ``--lr``."""
-TEMPERATURE = 0.8
-"""Temperature of the sample; values below 1 favor likely tokens."""
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
