@@ -22,19 +22,22 @@ from typing import Any
 from paceline.planner.critical_batch import NoiseScale, Norms, estimate
 from paceline.planner.profiles import Profiled
 from paceline.profiler import step_parts
-from paceline.profiler.bucket_timeline import (
+from paceline.profiler.host_load import Load, load_of, neighbours
+from paceline.profiler.operator_table import OperatorTable
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.step_breakdown import (
+    Accounts,
     BucketTimes,
     Steps,
+    account,
     all_reduces,
     bucket_times,
     detailed_steps,
     gradient_times,
+    mean_of,
     reduced_and_hidden,
+    steps_by_number,
 )
-from paceline.profiler.host_load import Load, load_of, neighbours
-from paceline.profiler.operator_table import OperatorTable
-from paceline.profiler.rank_file import RankRecord
-from paceline.profiler.step_breakdown import Accounts, account, mean_of, steps_by_number
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
 ENOUGH = 20

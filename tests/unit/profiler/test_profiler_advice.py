@@ -13,11 +13,10 @@ import torch
 from paceline.planner.critical_batch import NoiseScale
 from paceline.profiler import step_parts
 from paceline.profiler.analyze import Report, summary
-from paceline.profiler.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.facts import Facts
 from paceline.profiler.measurements import GradientNorms
 from paceline.profiler.operator_table import OperatorTable, tabulate
-from paceline.profiler.step_breakdown import account, mean_of
+from paceline.profiler.step_breakdown import account, bucket_times, detailed_steps, mean_of, reduced_and_hidden
 from profile_records import Timing, kinds, records, the, usual, verdict
 
 JITTER = random.Random(0)

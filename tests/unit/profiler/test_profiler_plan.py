@@ -11,8 +11,8 @@ import pytest
 from paceline.core.spans import BACKWARD, GRADIENT, LAUNCH, Span
 from paceline.planner.profiles import from_profiles, from_summary
 from paceline.profiler.analyze import summary
-from paceline.profiler.bucket_timeline import gradient_times
 from paceline.profiler.facts import plan_of
+from paceline.profiler.step_breakdown import gradient_times
 from paceline.profiler.steps import Step
 from profile_records import records, usual, verdict
 

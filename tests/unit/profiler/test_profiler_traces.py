@@ -15,11 +15,11 @@ from paceline import DistributedDataParallel
 from paceline.core.spans import BACKWARD, FORWARD, LAUNCH, OPTIMIZER, REDUCE, SENT, WAIT, Span
 from paceline.core.world import World
 from paceline.profiler import profile
-from paceline.profiler.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.chrome_trace import trace_events
 from paceline.profiler.facts import Facts
 from paceline.profiler.operator_table import OperatorTable, operators_in, overlap_of_kernels, read_trace
 from paceline.profiler.rank_file import trace_of
+from paceline.profiler.step_breakdown import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.steps import Step, shared
 from profile_records import records
 from ranks import run_ranks
