@@ -60,6 +60,193 @@ LONGEST_S = 1.0
 hang."""
 
 
+class HangWatch:
+    """Watches the ranks of one start.
+
+    Args:
+        folder: the job's folder.
+        timeout: seconds that a rank may go without progress before it counts as hanging; None disables the watch.
+    """
+
+    def __init__(self, folder: Path, timeout: float | None) -> None:
+        self._folder, self._timeout = folder, timeout
+        self._views: dict[int, RankView] = {}
+        self._stacks: dict[int, str] = {}
+        """Latest stacks that each rank has reported."""
+        self._due = 0.0
+        """Time of the next request for stacks, if a rank makes no progress."""
+        self._checked = 0.0
+        """Time of the latest check."""
+        self._killed: dict[int, str] = {}
+        """Description of the hang for each rank that was killed."""
+
+    def check(self, processes: Mapping[int, int], say: Callable[[str], None]) -> None:
+        """Look for a hang; report and kill the ranks that hang.
+
+        Args:
+            processes: process ids of the running ranks.
+            say: prints a message.
+        """
+        now = time.monotonic()
+        if self._timeout is None or now - self._checked < BETWEEN_S:
+            return
+        if self._killed:  # the other ranks will soon save their last step and exit
+            return
+        passed = min(now - self._checked, LONGEST_S) if self._checked else 0.0
+        self._checked = now
+        views = [self._views.setdefault(rank, RankView(rank)) for rank in processes]
+        for view in views:
+            view.update(snapshot_of(self._folder, view.rank), processes[view.rank], passed)
+        if not any(max(view.still, view.stopped) >= self._timeout for view in views):
+            self._due = 0.0
+            for view in views:
+                view.frames = ()
+            return
+        if now < self._due:
+            return
+        stacks = request_stacks(self._folder, {view.rank: processes[view.rank] for view in views if not view.stopped})
+        self._stacks |= stacks
+        for view in views:
+            view.note_stacks(stacks.get(view.rank, ""), self._timeout)
+        self._due = time.monotonic() + self._timeout / 2
+        ranks = hanging(views, self._timeout)
+        if not ranks:
+            return
+        by_rank = {view.rank: view for view in views}
+        hung = [by_rank.pop(rank) for rank in ranks]
+        self._stacks |= {view.rank: "" for view in hung if view.stopped}  # older stacks belong to another moment
+        details = {view.rank: _detail(view) for view in hung}
+        lines = [line for view in hung for line in quoted(view.rank, view.stacks)]
+        lines += doings((rank, _doing(view)) for rank, view in by_rank.items() if view.box is not None)
+        say("\n".join([*lines, *(f"rank {rank} hangs: {detail}" for rank, detail in details.items())]))
+        # If all ranks wait for each other, kill only one, so that the others notice.
+        for rank in ranks if len(ranks) < len(processes) else ranks[-1:]:
+            self._killed[rank] = details[rank]
+            with suppress(ProcessLookupError):
+                os.kill(processes[rank], signal.SIGKILL)
+
+    def pause(self, seconds: float) -> float:
+        """Return the seconds until the next check, at most `seconds`."""
+        return seconds if self._timeout is None else min(seconds, BETWEEN_S)
+
+    def request_absent(self, ends: Sequence[End], processes: Mapping[int, int]) -> None:
+        """Request the stacks of ranks that kept the others waiting, before the launcher terminates them."""
+        absent = {end.rank: processes[end.rank] for end in missed(ends) if end.rank in processes}
+        self._stacks |= request_stacks(self._folder, absent, resume=True)
+
+    def with_hangs(self, ends: Sequence[End]) -> list[End]:
+        """Return `ends` with the ranks' hangs and stacks added."""
+        return [
+            replace(end, hang=self._killed.get(end.rank, ""), stacks=self._stacks.get(end.rank, "")) for end in ends
+        ]
+
+
+def hanging(views: Sequence[RankView], timeout: float) -> tuple[int, ...]:
+    """Return the ranks that hang: stopped ranks; else ranks that others wait for; else all ranks, if all of them do."""
+    if stopped := tuple(view.rank for view in views if view.stopped >= timeout):
+        return stopped
+    waited = [view.waited for view in views]
+    is_missed = any(seconds is not None and seconds >= timeout for seconds in waited)
+    if still := tuple(view.rank for view in views if view.hangs(timeout, is_missed)):
+        return still
+    if is_missed and all(seconds is not None and seconds >= timeout for seconds in waited):
+        return tuple(view.rank for view in views)
+    return ()
+
+
+@dataclass
+class RankView:
+    """The launcher's view of a rank during one start."""
+
+    rank: int
+    box: Snapshot | None = None
+    process: str = ""
+    """State of its process, a letter from /proc; empty if unknown."""
+    still: float = 0.0
+    """Seconds since its box last changed."""
+    stopped: float = 0.0
+    """Seconds since its process was stopped."""
+    asleep: float = 0.0
+    """Seconds since its main thread last ran."""
+    stacks: str = ""
+    """Its stacks at the latest request; empty if it did not report them."""
+    moves: bool = False
+    """Whether its stacks have changed since its box last changed."""
+    frames: Sequence[str] = ()
+    """Its main thread's stack at the latest request; empty if the ranks have made progress since then."""
+    allowed_runs: int = -1
+    """The main thread counts as asleep if it has run at most this many times."""
+
+    def update(self, box: Snapshot | None, pid: int, passed: float) -> None:
+        """Update this view from the rank's box and process, `passed` seconds after the last check."""
+        self.still = self.still + passed if box == self.box else 0.0
+        self.box, self.process = box, process_state(pid)
+        self.stopped = self.stopped + passed if self.process == "T" else 0.0
+        runs = context_switches(pid)
+        self.asleep = self.asleep + passed if runs <= self.allowed_runs else 0.0
+        self.allowed_runs = max(runs, self.allowed_runs)
+
+    def note_stacks(self, stacks: str, timeout: float) -> None:
+        """Store the answer to a request for stacks."""
+        self.allowed_runs += TO_ANSWER
+        previous, self.frames = self.frames, main_thread(stacks)
+        if self.still < timeout:
+            self.moves = False
+        elif previous and previous != self.frames:
+            self.moves = True
+        self.stacks = stacks
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds since the rank began to wait for other ranks; None if it does not wait."""
+        if self.process == "T":
+            return None
+        if self.box is not None and self.box.phase in WAITING:
+            return None if is_in_script(self.stacks) else self.still
+        call = waiting_call(self.stacks)
+        # Paceline's wrapper records waits during backward in the box; torch's wrapper does not.
+        is_ours = call == BACKWARD and self.box is not None and self.box.phase == "backward"
+        return min(self.still, self.asleep) if call and not is_ours else None
+
+    def is_still(self, timeout: float, is_missed: bool) -> bool:
+        """Return whether the rank has made no progress for too long; `is_missed` if other ranks wait for it."""
+        return self.still >= (PATIENCE if self._may_be_long(is_missed) else 1) * timeout
+
+    def _may_be_long(self, is_missed: bool) -> bool:
+        if self.box is None or not self.box.has_stepped:
+            return True
+        if self.waited is not None:
+            return False
+        if self.box.phase == "loop":
+            return not is_missed or waits_for_save(self.stacks)
+        return self.box.phase == "checkpoint" and not is_in_script(self.stacks)
+
+    def hangs(self, timeout: float, is_missed: bool) -> bool:
+        """Return whether the rank hangs, that is, makes no progress although it does not wait for other ranks."""
+        if self.waited is not None or not self.is_still(timeout, is_missed):
+            return False
+        return is_missed or not (self.box is None or (self.box.phase == "loop" and self.moves))
+
+
+def _doing(view: RankView) -> str:
+    """Describe what a rank that does not hang is doing."""
+    call = waiting_call(view.stacks)
+    return state_of(view.box, time.monotonic(), raised=False).doing + (f", in {call}()" if call else "")
+
+
+def _detail(view: RankView) -> str:
+    """Describe how a rank hangs."""
+    how = f"no progress for {view.still:.0f} s"
+    if view.stopped:
+        how = f"stopped for {view.stopped:.0f} s, by SIGSTOP or by a terminal"
+    elif view.process == "D":
+        how += ", in a system call of a disk or driver that cannot be interrupted"
+    if view.box is not None:
+        state = state_of(view.box, time.monotonic(), raised=False)
+        how += f", {state.moment.partition(', for ')[0]}"
+    return how + ("" if view.stacks or view.stopped else "; it did not report its stacks")
+
+
 def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
     """Request stacks and return the answers by local rank, leaving out ranks that do not answer.
 
@@ -183,190 +370,3 @@ def _read(path: Path) -> str:
         return _HANDLER.sub("", path.read_text(errors="replace"))
     except OSError:
         return ""
-
-
-@dataclass
-class RankView:
-    """The launcher's view of a rank during one start."""
-
-    rank: int
-    box: Snapshot | None = None
-    process: str = ""
-    """State of its process, a letter from /proc; empty if unknown."""
-    still: float = 0.0
-    """Seconds since its box last changed."""
-    stopped: float = 0.0
-    """Seconds since its process was stopped."""
-    asleep: float = 0.0
-    """Seconds since its main thread last ran."""
-    stacks: str = ""
-    """Its stacks at the latest request; empty if it did not report them."""
-    moves: bool = False
-    """Whether its stacks have changed since its box last changed."""
-    frames: Sequence[str] = ()
-    """Its main thread's stack at the latest request; empty if the ranks have made progress since then."""
-    allowed_runs: int = -1
-    """The main thread counts as asleep if it has run at most this many times."""
-
-    def update(self, box: Snapshot | None, pid: int, passed: float) -> None:
-        """Update this view from the rank's box and process, `passed` seconds after the last check."""
-        self.still = self.still + passed if box == self.box else 0.0
-        self.box, self.process = box, process_state(pid)
-        self.stopped = self.stopped + passed if self.process == "T" else 0.0
-        runs = context_switches(pid)
-        self.asleep = self.asleep + passed if runs <= self.allowed_runs else 0.0
-        self.allowed_runs = max(runs, self.allowed_runs)
-
-    def note_stacks(self, stacks: str, timeout: float) -> None:
-        """Store the answer to a request for stacks."""
-        self.allowed_runs += TO_ANSWER
-        previous, self.frames = self.frames, main_thread(stacks)
-        if self.still < timeout:
-            self.moves = False
-        elif previous and previous != self.frames:
-            self.moves = True
-        self.stacks = stacks
-
-    @property
-    def waited(self) -> float | None:
-        """Seconds since the rank began to wait for other ranks; None if it does not wait."""
-        if self.process == "T":
-            return None
-        if self.box is not None and self.box.phase in WAITING:
-            return None if is_in_script(self.stacks) else self.still
-        call = waiting_call(self.stacks)
-        # Paceline's wrapper records waits during backward in the box; torch's wrapper does not.
-        is_ours = call == BACKWARD and self.box is not None and self.box.phase == "backward"
-        return min(self.still, self.asleep) if call and not is_ours else None
-
-    def is_still(self, timeout: float, is_missed: bool) -> bool:
-        """Return whether the rank has made no progress for too long; `is_missed` if other ranks wait for it."""
-        return self.still >= (PATIENCE if self._may_be_long(is_missed) else 1) * timeout
-
-    def _may_be_long(self, is_missed: bool) -> bool:
-        if self.box is None or not self.box.has_stepped:
-            return True
-        if self.waited is not None:
-            return False
-        if self.box.phase == "loop":
-            return not is_missed or waits_for_save(self.stacks)
-        return self.box.phase == "checkpoint" and not is_in_script(self.stacks)
-
-    def hangs(self, timeout: float, is_missed: bool) -> bool:
-        """Return whether the rank hangs, that is, makes no progress although it does not wait for other ranks."""
-        if self.waited is not None or not self.is_still(timeout, is_missed):
-            return False
-        return is_missed or not (self.box is None or (self.box.phase == "loop" and self.moves))
-
-
-def hanging(views: Sequence[RankView], timeout: float) -> tuple[int, ...]:
-    """Return the ranks that hang: stopped ranks; else ranks that others wait for; else all ranks, if all of them do."""
-    if stopped := tuple(view.rank for view in views if view.stopped >= timeout):
-        return stopped
-    waited = [view.waited for view in views]
-    is_missed = any(seconds is not None and seconds >= timeout for seconds in waited)
-    if still := tuple(view.rank for view in views if view.hangs(timeout, is_missed)):
-        return still
-    if is_missed and all(seconds is not None and seconds >= timeout for seconds in waited):
-        return tuple(view.rank for view in views)
-    return ()
-
-
-class HangWatch:
-    """Watches the ranks of one start.
-
-    Args:
-        folder: the job's folder.
-        timeout: seconds that a rank may go without progress before it counts as hanging; None disables the watch.
-    """
-
-    def __init__(self, folder: Path, timeout: float | None) -> None:
-        self._folder, self._timeout = folder, timeout
-        self._views: dict[int, RankView] = {}
-        self._stacks: dict[int, str] = {}
-        """Latest stacks that each rank has reported."""
-        self._due = 0.0
-        """Time of the next request for stacks, if a rank makes no progress."""
-        self._checked = 0.0
-        """Time of the latest check."""
-        self._killed: dict[int, str] = {}
-        """Description of the hang for each rank that was killed."""
-
-    def check(self, processes: Mapping[int, int], say: Callable[[str], None]) -> None:
-        """Look for a hang; report and kill the ranks that hang.
-
-        Args:
-            processes: process ids of the running ranks.
-            say: prints a message.
-        """
-        now = time.monotonic()
-        if self._timeout is None or now - self._checked < BETWEEN_S:
-            return
-        if self._killed:  # the other ranks will soon save their last step and exit
-            return
-        passed = min(now - self._checked, LONGEST_S) if self._checked else 0.0
-        self._checked = now
-        views = [self._views.setdefault(rank, RankView(rank)) for rank in processes]
-        for view in views:
-            view.update(snapshot_of(self._folder, view.rank), processes[view.rank], passed)
-        if not any(max(view.still, view.stopped) >= self._timeout for view in views):
-            self._due = 0.0
-            for view in views:
-                view.frames = ()
-            return
-        if now < self._due:
-            return
-        stacks = request_stacks(self._folder, {view.rank: processes[view.rank] for view in views if not view.stopped})
-        self._stacks |= stacks
-        for view in views:
-            view.note_stacks(stacks.get(view.rank, ""), self._timeout)
-        self._due = time.monotonic() + self._timeout / 2
-        ranks = hanging(views, self._timeout)
-        if not ranks:
-            return
-        by_rank = {view.rank: view for view in views}
-        hung = [by_rank.pop(rank) for rank in ranks]
-        self._stacks |= {view.rank: "" for view in hung if view.stopped}  # older stacks belong to another moment
-        details = {view.rank: _detail(view) for view in hung}
-        lines = [line for view in hung for line in quoted(view.rank, view.stacks)]
-        lines += doings((rank, _doing(view)) for rank, view in by_rank.items() if view.box is not None)
-        say("\n".join([*lines, *(f"rank {rank} hangs: {detail}" for rank, detail in details.items())]))
-        # If all ranks wait for each other, kill only one, so that the others notice.
-        for rank in ranks if len(ranks) < len(processes) else ranks[-1:]:
-            self._killed[rank] = details[rank]
-            with suppress(ProcessLookupError):
-                os.kill(processes[rank], signal.SIGKILL)
-
-    def pause(self, seconds: float) -> float:
-        """Return the seconds until the next check, at most `seconds`."""
-        return seconds if self._timeout is None else min(seconds, BETWEEN_S)
-
-    def request_absent(self, ends: Sequence[End], processes: Mapping[int, int]) -> None:
-        """Request the stacks of ranks that kept the others waiting, before the launcher terminates them."""
-        absent = {end.rank: processes[end.rank] for end in missed(ends) if end.rank in processes}
-        self._stacks |= request_stacks(self._folder, absent, resume=True)
-
-    def with_hangs(self, ends: Sequence[End]) -> list[End]:
-        """Return `ends` with the ranks' hangs and stacks added."""
-        return [
-            replace(end, hang=self._killed.get(end.rank, ""), stacks=self._stacks.get(end.rank, "")) for end in ends
-        ]
-
-
-def _doing(view: RankView) -> str:
-    """Describe what a rank that does not hang is doing."""
-    call = waiting_call(view.stacks)
-    return state_of(view.box, time.monotonic(), raised=False).doing + (f", in {call}()" if call else "")
-
-
-def _detail(view: RankView) -> str:
-    """Describe how a rank hangs."""
-    how = f"no progress for {view.still:.0f} s"
-    if view.stopped:
-        how = f"stopped for {view.stopped:.0f} s, by SIGSTOP or by a terminal"
-    elif view.process == "D":
-        how += ", in a system call of a disk or driver that cannot be interrupted"
-    if view.box is not None:
-        state = state_of(view.box, time.monotonic(), raised=False)
-        how += f", {state.moment.partition(', for ')[0]}"
-    return how + ("" if view.stacks or view.stopped else "; it did not report its stacks")

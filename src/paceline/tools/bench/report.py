@@ -87,6 +87,51 @@ def bus_factor(op: str, ranks: int) -> float:
     return (ranks - 1) / ranks if op in ("reduce_scatter", "all_gather") else 1.0
 
 
+def report(rows: Sequence[Row], cores: int, config: BenchConfig) -> None:
+    """Print the tables and write the requested files."""
+    for op in config.ops:
+        print_table(table(op, [row for row in rows if row.op == op], cores), keys=2)
+        print()
+    write_file("--json", config.json, json.dumps(document(rows, cores), indent=2) + "\n")
+    if config.plot is not None:
+        write_chart("--plot", config.plot, plot(rows, cores))
+
+
+def table(op: str, rows: Sequence[Row], cores: int) -> Table:
+    """Return a table in the style of nccl-tests, with a line for each variant and size."""
+    kind = "float32, sum" if "reduce" in op else "float32"
+    title = f"{op} ({kind}), {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
+    caption = f"time: median of {counted(len(rows[0].times), 'round')}; ±: half the distance between its quartiles"
+    result = new_table(COLUMNS, title=title, caption=caption, words=("variant",), space=0)
+    fastest = {size: min(row.seconds for row in rows if row.nbytes == size) for size in {row.nbytes for row in rows}}
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        result.add_row(
+            str(row.nbytes),
+            row.variant,
+            f"{1e6 * row.seconds:.1f}",
+            f"{row.spread:.0%}",
+            f"{row.algbw:.3f}",
+            f"{row.busbw:.3f}",
+            str(row.wrong),
+            style="bold" if row.seconds == fastest[row.nbytes] else "",
+            end_section=following is not None and following.nbytes != row.nbytes,
+        )
+    return result
+
+
+def document(rows: Sequence[Row], cores: int) -> dict[str, object]:
+    """Return the values for JSON, in seconds and GB/s."""
+    return {
+        "ranks": rows[0].ranks,
+        "cores": cores,
+        "torch": torch.__version__,
+        "rows": [
+            asdict(row) | {name: getattr(row, name) for name in ("seconds", "quartiles", "algbw", "busbw")}
+            for row in rows
+        ],
+    }
+
+
 def plot(rows: Sequence[Row], cores: int) -> Figure:
     """Draw a panel for each collective."""
     ops = list(dict.fromkeys(row.op for row in rows))
@@ -135,48 +180,3 @@ def short(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.3g}{unit}"
     return str(nbytes)
-
-
-def report(rows: Sequence[Row], cores: int, config: BenchConfig) -> None:
-    """Print the tables and write the requested files."""
-    for op in config.ops:
-        print_table(table(op, [row for row in rows if row.op == op], cores), keys=2)
-        print()
-    write_file("--json", config.json, json.dumps(document(rows, cores), indent=2) + "\n")
-    if config.plot is not None:
-        write_chart("--plot", config.plot, plot(rows, cores))
-
-
-def table(op: str, rows: Sequence[Row], cores: int) -> Table:
-    """Return a table in the style of nccl-tests, with a line for each variant and size."""
-    kind = "float32, sum" if "reduce" in op else "float32"
-    title = f"{op} ({kind}), {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
-    caption = f"time: median of {counted(len(rows[0].times), 'round')}; ±: half the distance between its quartiles"
-    result = new_table(COLUMNS, title=title, caption=caption, words=("variant",), space=0)
-    fastest = {size: min(row.seconds for row in rows if row.nbytes == size) for size in {row.nbytes for row in rows}}
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
-        result.add_row(
-            str(row.nbytes),
-            row.variant,
-            f"{1e6 * row.seconds:.1f}",
-            f"{row.spread:.0%}",
-            f"{row.algbw:.3f}",
-            f"{row.busbw:.3f}",
-            str(row.wrong),
-            style="bold" if row.seconds == fastest[row.nbytes] else "",
-            end_section=following is not None and following.nbytes != row.nbytes,
-        )
-    return result
-
-
-def document(rows: Sequence[Row], cores: int) -> dict[str, object]:
-    """Return the values for JSON, in seconds and GB/s."""
-    return {
-        "ranks": rows[0].ranks,
-        "cores": cores,
-        "torch": torch.__version__,
-        "rows": [
-            asdict(row) | {name: getattr(row, name) for name in ("seconds", "quartiles", "algbw", "busbw")}
-            for row in rows
-        ],
-    }
