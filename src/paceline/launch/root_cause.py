@@ -75,6 +75,9 @@ class State:
         return f"{_DOING.get(self.phase, f'in {self.phase}')} in {self._step}"
 
 
+NOT_BEGUN = State(None)
+
+
 def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> State:
     """Return the state of a rank at `moment`.
 
@@ -84,7 +87,7 @@ def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> S
         raised: whether the rank may have raised an exception; if it did, its state is that of the exception's phase.
     """
     if snapshot is None:
-        return State(None)
+        return NOT_BEGUN
     origin = snapshot.raised
     if raised and origin is not None and moment - origin.until <= UNWINDING_S:
         return State(snapshot.completed, origin.phase, max(origin.until - origin.since, 0.0), origin.bucket)
