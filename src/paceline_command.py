@@ -1,6 +1,6 @@
-"""The command ``paceline``, beside the package: ``import paceline`` brings no torch where this module is loaded first.
+"""The command ``paceline``. If this module is loaded first, ``import paceline`` does not import torch.
 
-Help, completion and refusals need none; what runs or reads something imports it.
+Help, completion and usage errors need no torch. Whatever runs or reads something imports it.
 """
 
 from __future__ import annotations
