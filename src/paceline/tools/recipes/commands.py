@@ -18,7 +18,7 @@ from paceline.core.command_line import INTERRUPTED, Commands, load_torch
 from paceline.core.messages import say
 from paceline.core.option_rules import flag_of
 from paceline.errors import UsageError
-from paceline.launch.options import MAX_RESTARTS_HELP, OPTIONS, supervision_of
+from paceline.launch.options import MAX_RESTARTS_HELP, TYPES, Supervision, supervision_of
 from paceline.tools.program import start_program
 from paceline.tools.recipes.configs import OWN_PANEL, DigitsConfig, LmConfig, MrpcConfig, TrainingOptions, panel_of
 
@@ -27,7 +27,10 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
     ("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
     ("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
     ("max_restarts", int | None, None, typer.Option(metavar="N", help=MAX_RESTARTS_HELP)),
-    *((name, kind | None, None, typer.Option(metavar=metavar, help=text)) for name, kind, metavar, text in OPTIONS),
+    *(
+        (field.name, TYPES[field.name], field.default, typer.Option(**field.metadata))
+        for field in dataclasses.fields(Supervision)
+    ),
 )
 """Options of ``paceline train`` that are not in a recipe's configuration: name, type, default and help."""
 
