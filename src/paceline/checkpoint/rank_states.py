@@ -91,7 +91,7 @@ class StepBarrier:
             with recorder.span(COLLECTIVE):
                 self._wait(step, waiting)
         for other in self._others.values():
-            requests |= other.wish(step)
+            requests |= other.stop_requests(step)
         return requests
 
     @property

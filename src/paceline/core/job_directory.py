@@ -29,8 +29,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from paceline.core.black_box import SIZE, path_of
-from paceline.core.step_progress import SPARE, record_path, write_page
+from paceline.core.black_box import path_of
+from paceline.core.rank_page import SIZE, write_page
+from paceline.core.step_progress import SPARE, record_path
 
 PARENT = "PACELINE_JOBS"
 """Environment variable with the location of job folders; it must be the same for the launcher and ``paceline top``."""

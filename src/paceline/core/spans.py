@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.profiler import record_function
 
-from paceline.core.black_box_writer import BlackBox, open_box
+from paceline.core.black_box import WRITERS, BlackBox, open_box
 from paceline.core.torch_internals import class_never_compiled, is_profiling, never_compiled
 
 DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
@@ -218,6 +218,8 @@ _span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span
 """Creates a span from a tuple in half the time of the constructor."""
 
 
+for _writer in WRITERS:  # not marked in their own module, which does not import torch
+    class_never_compiled(_writer)
 recorder = Recorder()
 """This process's recorder, which wrappers, loaders and checkpoints use."""
 

@@ -12,9 +12,7 @@ Only the rank itself writes its numbers, each of them atomically.
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import mmap
 import os
 import signal
 from collections.abc import Mapping
@@ -22,7 +20,8 @@ from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
-from paceline.core.black_box import FOLDER, SIZE
+from paceline.core.black_box import FOLDER
+from paceline.core.rank_page import MAGIC, SIZE, VERSION, Page, map_page, real, text, whole, write_page
 
 STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
 """Folders in a job's folder: records of the current and the previous start, rescued checkpoints, and reserved pages, so
@@ -37,11 +36,8 @@ ECHO_S = 0.5
 signals."""
 SOURCES = (None, "memory", "disk")
 """Sources of a resumed run; a record holds the index. None stands for a new run."""
-_WISHES = 9
-"""Index of the first of two numbers in a record: the rank's stop requests at even and at odd steps."""
-_FOLDER_AT = 512
-"""Offset of the path of the checkpoint folder, a zero-terminated string."""
-_NONE = -1
+_LONGEST_FOLDER = 3584
+"""Maximum length of the path of a checkpoint folder, in bytes; multiple of 8."""
 
 
 class Stopping(IntEnum):
@@ -59,21 +55,8 @@ class Stopping(IntEnum):
     """All ranks have agreed to end after a step, and that step is saved."""
 
 
-class _Number:
-    """A whole number in a record; `place` is its index among the numbers."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-
-    def __get__(self, record: StepRecord, kind: type[StepRecord]) -> int:
-        return record.numbers[self._place]
-
-    def __set__(self, record: StepRecord, value: int) -> None:
-        record.numbers[self._place] = value
-
-
-class StepRecord:
-    """The record of one rank in the file `path`. Its fields are numbers that only this rank writes.
+class StepRecord(Page):
+    """The record of one rank in the file `path`, whose fields only this rank writes.
 
     Args:
         path: path of the file, which need not exist if `make` is true.
@@ -81,71 +64,65 @@ class StepRecord:
         folder: checkpoint folder of a new record.
     """
 
-    _magic = _Number(0)
-    pid = _Number(1)
-    """The rank's process."""
-    _source = _Number(2)
-    restored = _Number(3)
+    _source: int = whole()
+    restored: int = whole()
     """The step that this start resumed from; 0 for the beginning."""
-    redone = _Number(4)
+    redone: int = whole()
     """Number of completed steps of earlier starts that had to be computed again."""
-    prepared = _Number(5)
+    prepared: int = whole()
     """The last step prepared since this start; -1 for none."""
-    completed = _Number(6)
+    completed: int = whole()
     """The last step completed since this start; -1 for none."""
-    is_alone = _Number(7)
+    is_alone: int = whole()
     """1 if the optimizer has stepped although other ranks may not have prepared the step."""
-    has_ended = _Number(8)
+    has_ended: int = whole()
     """1 once the rank has finished training and closed its Checkpointer."""
-    _pace = _Number(11)
-    has_exited = _Number(12)
+    has_exited: int = whole()
     """1 once the interpreter is exiting."""
-    _stopping = _Number(13)
-    _stop_signal = _Number(14)
-    _stop_step = _Number(15)
-    is_durable = _Number(16)
+    pace: float = real()
+    """Duration of the last step in seconds; 0 if unknown."""
+    _even_requests: int = whole()
+    _odd_requests: int = whole()
+    _stopping: int = whole()
+    _stop_signal: int = whole()
+    _stop_step: int = whole()
+    is_durable: int = whole()
     """1 once this or an earlier start of the job has saved a step to the checkpoint folder."""
-    has_lost_save = _Number(17)
+    has_lost_save: int = whole()
     """1 once a due save has failed."""
-    virtual_ranks = _Number(18)
+    virtual_ranks: int = whole()
     """Number of virtual ranks, which the number of ranks must divide; 0 for none."""
+    _folder: bytes = text(_LONGEST_FOLDER)
 
     def __init__(self, path: Path, *, make: bool = False, folder: Path | None = None) -> None:
         if make:
-            new, place = path.with_name(f".{path.name}"), b"" if folder is None else os.fsencode(folder)
-            values = [1, os.getpid(), 0, 0, 0, _NONE, _NONE]
-            page = b"".join(value.to_bytes(8, "little", signed=True) for value in values).ljust(_FOLDER_AT, b"\0")
-            page += (place if len(place) < SIZE - _FOLDER_AT else b"").ljust(SIZE - _FOLDER_AT, b"\0")
+            super().__init__(bytearray(SIZE))
+            self.magic, self.version, self.pid = MAGIC, VERSION, os.getpid()
+            self.prepared = self.completed = -1
+            if folder is not None and len(encoded := os.fsencode(folder)) < _LONGEST_FOLDER:
+                self._folder = encoded
+            new = path.with_name(f".{path.name}")
             try:
-                write_page(new, page)
+                write_page(new, self.memory)
             except OSError:
                 with suppress(FileNotFoundError):
                     # Reuse the spare file, because its page is already allocated.
                     spare_page(path).rename(new)
-                write_page(new, page)
+                write_page(new, self.memory)
             new.replace(path)  # renamed when complete, because the launcher and other ranks read it
-        with open(path, "r+b" if make else "rb") as file:
-            access = mmap.ACCESS_WRITE if make else mmap.ACCESS_READ
-            self._map = mmap.mmap(file.fileno(), SIZE, access=access)
-        self.numbers = memoryview(self._map).cast("q")
-        if self._magic != 1:
+        super().__init__(map_page(path, writable=make))
+        if (self.magic, self.version) != (MAGIC, VERSION):
             raise ValueError(f"{path} is not a step record")
 
     @property
     def folder(self) -> Path | None:
         """The checkpoint folder; None if its path is too long for the record."""
-        path = self._map[_FOLDER_AT:].rstrip(b"\0")
-        return Path(os.fsdecode(path)) if path else None
+        return Path(os.fsdecode(self._folder)) if self._folder else None
 
     @property
     def source(self) -> str | None:
         """What this start of the rank loaded to resume: one of :data:`SOURCES`."""
         return SOURCES[self._source]
-
-    @property
-    def pace(self) -> float:
-        """Duration of the last step in seconds; 0 if unknown."""
-        return self._pace / 1e6
 
     @property
     def stopping(self) -> Stopping:
@@ -167,9 +144,9 @@ class StepRecord:
         """Whether a due save has failed, and no start of the job has saved any step."""
         return bool(self.has_lost_save) and not self.is_durable
 
-    def wish(self, step: int) -> int:
+    def stop_requests(self, step: int) -> int:
         """Return the rank's stop requests at `step`, as bits; `step` is :attr:`prepared` or the step before it."""
-        return self.numbers[_WISHES + step % 2]
+        return self._odd_requests if step % 2 else self._even_requests
 
     def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
         """Record the rank's answer to signals; with ``SAVED``, also the signal and the step."""
@@ -181,16 +158,19 @@ class StepRecord:
         """Record that the rank resumes from `step`."""
         self.restored, self._source, self.redone = step, SOURCES.index(source), redone
 
-    def prepare(self, step: int, wish: int = 0) -> None:
+    def prepare(self, step: int, stop_requests: int = 0) -> None:
         """Record that the rank has its averaged gradients of `step` and has stored its per-rank states."""
-        # Write the requests before the number that tells other ranks to read them. Two alternating slots are enough,
+        # Write the requests before the number that tells other ranks to read them. Two alternating fields are enough,
         # because the barrier of each step keeps this rank from being two steps ahead of a reader.
-        self.numbers[_WISHES + step % 2] = wish
+        if step % 2:
+            self._odd_requests = stop_requests
+        else:
+            self._even_requests = stop_requests
         self.prepared = step
 
     def complete(self, step: int, seconds: float = 0.0) -> None:
         """Record that all registered objects have reached the end of `step`, which took `seconds`."""
-        self._pace = int(seconds * 1e6)
+        self.pace = seconds
         self.completed = step
 
 
@@ -206,16 +186,6 @@ def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 def spare_page(path: Path) -> Path:
     """Return the path of the page that is reserved for the record ``<job's folder>/steps/<key>/rank-<n>``."""
     return path.parent.parent.parent / SPARE / path.name
-
-
-def write_page(path: Path, page: bytes) -> None:
-    """Write `page` to a new file, or into the memory of an existing file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if os.write(descriptor, page) < len(page):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(descriptor)
 
 
 def key_of(folder: Path) -> str:

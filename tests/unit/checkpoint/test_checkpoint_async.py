@@ -17,8 +17,8 @@ from torch import nn
 
 from forked import REAL_END
 from paceline.checkpoint import Checkpointer, CheckpointWarning, step_folders
-from paceline.core import black_box
-from paceline.core.black_box_writer import BlackBox
+from paceline.core.black_box import BlackBox, read_box
+from paceline.core.rank_page import SIZE
 from paceline.core.spans import recorder
 from paceline.core.world import World
 from paceline.errors import CheckpointError
@@ -76,13 +76,13 @@ def test_waiting_for_a_slow_disk_does_not_count_as_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Checkpointer], Any]
 ) -> None:
     # The launcher blamed the script for the wait and killed rank 0 at every save.
-    (tmp_path / "rank-0").write_bytes(bytes(black_box.SIZE))
+    (tmp_path / "rank-0").write_bytes(bytes(SIZE))
     monkeypatch.setattr(recorder, "box", BlackBox(tmp_path / "rank-0", 0, 1))
     checkpointer, _ = open_with(tmp_path)
     phases: list[str] = []
 
     def look() -> None:
-        snapshot = black_box.read_box(tmp_path / "rank-0")
+        snapshot = read_box(tmp_path / "rank-0")
         phases.append("" if snapshot is None else snapshot.phase)
         go_on.set()
 

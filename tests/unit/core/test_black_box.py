@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from paceline.core import job_directory
-from paceline.core.black_box import FOLDER, PHASES, SIZE, path_of, read_box
-from paceline.core.black_box_writer import BUCKET_WAIT, BlackBox, open_box
+from paceline.core.black_box import BUCKET_WAIT, FOLDER, PHASES, BlackBox, open_box, path_of, read_box
 from paceline.core.host import is_running
 from paceline.core.job_directory import PARENT, JobFolder, read_note, running_jobs
+from paceline.core.rank_page import SIZE
 from paceline.core.spans import Recorder
 from paceline.errors import UsageError
 from paceline.launch.job import black_boxes
@@ -260,7 +260,7 @@ def test_the_step_is_that_of_the_whole_job_or_unknown(
 
 def test_averages_skip_the_first_step_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("paceline.core.black_box_writer.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("paceline.core.black_box.time.monotonic", lambda: clock[0])
     log = recording(BlackBox(path, 0, 1))
     for waited in (5.0, 1.0, 3.0):
         with log.span("forward"):
@@ -427,7 +427,7 @@ def test_the_configured_place_comes_first_and_the_user_cache_last(
 
 
 def test_phase_numbers_are_their_positions() -> None:
-    import paceline.core.black_box_writer as writer
+    import paceline.core.black_box as writer
 
     for number, phase in enumerate(PHASES):
         assert getattr(writer, phase.upper().replace(" ", "_")) == number

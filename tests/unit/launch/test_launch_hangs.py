@@ -12,12 +12,12 @@ import sysconfig
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from paceline import errors
-from paceline.core.black_box import Snapshot
+from paceline.core.black_box import PHASES, Snapshot
+from paceline.core.rank_page import SIZE
 from paceline.launch import hang_detection, stack_dump
 from paceline.launch.hang_detection import RankView, hanging, waiting_call
 from processes import Running, paceline, script, state_of, until
@@ -152,9 +152,9 @@ def sight(
     steps: int = 3,
     moves: bool = False,
 ) -> RankView:
-    fields: dict[str, Any] = {"pid": 1, "rank": rank, "size": 2, "host": "", "since": 0.0, "bucket": None}
-    times = dict.fromkeys(("stepped", "step", "mean_step", "waited", "mean_waited", "waited_spread"), 0.0)
-    box = None if phase is None else Snapshot(**fields, phase=phase, steps=steps, has_stepped=steps > 0, **times)
+    box = None if phase is None else Snapshot(bytearray(SIZE))
+    if box is not None and phase is not None:
+        box.phase_index, box.steps = PHASES.index(phase), steps
     return RankView(rank, box, "T" if stopped else "S", still, stopped, asleep, stacks, moves)
 
 

@@ -357,7 +357,7 @@ def test_record_keeps_the_requests_of_two_steps(tmp_path: Path) -> None:
     seen = StepRecord(record_path(tmp_path, 0))
     record.prepare(4, 1)
     record.prepare(5, 2)
-    assert (seen.prepared, seen.wish(4), seen.wish(5)) == (5, 1, 2)
+    assert (seen.prepared, seen.stop_requests(4), seen.stop_requests(5)) == (5, 1, 2)
     assert seen.pid == os.getpid()
 
 

@@ -7,17 +7,22 @@ import signal
 
 import pytest
 
-from paceline.core.black_box import Raised, Snapshot
+from paceline.core.black_box import PHASES, Snapshot
+from paceline.core.rank_page import SIZE
 from paceline.launch.failure_record import Record
 from paceline.launch.job_report import exception_of, failure_of
 from paceline.launch.root_cause import NOT_BEGUN, End, State, doings, headline, remarks, state_of
 
 
-def snapshot(phase: str, since: float, bucket: int | None = None, raised: Raised | None = None) -> Snapshot:
-    return Snapshot(7, 1, 4, "host", phase, since, bucket, 40, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, raised, 40, True)
+def snapshot(phase: str, since: float, bucket: int = -1, raised: str | None = None) -> Snapshot:
+    box = Snapshot(bytearray(SIZE))
+    box.phase_index, box.since, box.bucket_number, box.job_step = PHASES.index(phase), since, bucket, 40
+    if raised is not None:
+        box.raised_phase, box.raised_bucket, box.raised_since, box.raised_until = PHASES.index(raised), -1, 8.5, since
+    return box
 
 
-LEFT_FORWARD = snapshot("loop", 9.0, raised=Raised("forward", None, 8.5, 9.0))
+LEFT_FORWARD = snapshot("loop", 9.0, raised="forward")
 
 # The box of a rank, the time of the failure, whether the rank may have raised, and the resulting state.
 STATES = {
