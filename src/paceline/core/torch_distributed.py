@@ -1,4 +1,8 @@
-"""The private parts of torch.distributed that Paceline uses."""
+"""The private names of ``torch.distributed`` that Paceline uses, and of modules that it trains in parallel.
+
+In order: process groups, their NCCL backend, torch's DistributedDataParallel, modules, and DTensors. See
+:mod:`.torch_internals`.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-# torch's process groups and their tables, the default store, and options of a collective without a public name.
-
+# -- process groups ----------------------------------------------------------------------------------------------------
 
 _c10d: Any = dist.distributed_c10d
-
 get_default_group: Callable[[], dist.ProcessGroup] = _c10d._get_default_group
 get_default_store: Callable[[], Store] = _c10d._get_default_store
 broadcast_coalesced: Callable[[Any, list[Tensor], int, int], None] = _broadcast_coalesced
@@ -81,10 +83,73 @@ def forget_group(group: Any, name: Any) -> None:
     _unregister_process_group(name)
 
 
-# Private parts of torch's DistributedDataParallel, of its ``join`` and of its communication hooks.
+# -- NCCL --------------------------------------------------------------------------------------------------------------
 
 
-AnyBatchNorm = nn.modules.batchnorm._BatchNorm
+def nccl_of(group: Any) -> Any:
+    """Return the NCCL backend that serves CUDA tensors in `group`; None if it has none."""
+    if not dist.is_nccl_available():
+        return None
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # no backend for CUDA tensors
+        return None
+    while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+
+
+def attach_nccl(
+    group: Any,
+    parent: Any,
+    ranks: Sequence[int],
+    store: Store,
+    name: str,
+    timeout: timedelta,
+) -> None:
+    """Add a new NCCL communicator to `group`, for its CUDA tensors; `group` has the same `ranks` as `parent`.
+
+    It is split from the parent's communicator if the parent is bound to a device, because then all ranks already have
+    that communicator. All ranks call this together.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group, options.group_name = list(ranks), name
+    device, source = parent.bound_device_id, nccl_of(parent)
+    is_split = device is not None and source is not None and source.supports_splitting
+    if is_split:
+        options.split_from, options.split_color = source, 0
+    nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", store), group.rank(), group.size(), options)
+    nccl._set_sequence_number_for_group()
+    group._set_default_backend(ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+    group._set_group_name(name)  # set after the backends are registered, because the group passes it to them
+    group._set_group_desc("paceline")
+    if is_split:
+        torch.cuda.synchronize(device)  # NCCL can split only an idle communicator
+        nccl.eager_connect_single_device(device)
+
+
+@contextmanager
+def grouped_aborts(nccl: Any) -> Iterator[None]:
+    """Combine the block's aborts of communicators, so that they do not wait for each other."""
+    if nccl is None:
+        yield
+        return
+    nccl._group_start()
+    try:
+        yield
+    finally:
+        nccl._group_end()
+
+
+def abort_known_groups() -> None:
+    """Abort and remove every process group that torch knows, like ``destroy_process_group`` but without waiting."""
+    _c10d._abort_process_group()
+
+
+# -- DistributedDataParallel, and its join -----------------------------------------------------------------------------
+
 MixedPrecision = nn.parallel.distributed._MixedPrecision
 
 
@@ -105,10 +170,32 @@ def cast_inputs(dtype: torch.dtype | None, inputs: Sequence[Any], kwargs: Mappin
     return _cast_forward_inputs(dtype, *inputs, **kwargs)
 
 
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+AnyBatchNorm = nn.modules.batchnorm._BatchNorm
+
+
 def replace_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:
     """In the block, replace parameters, including tied parameters, with the `tensors` of the same names."""
     context: AbstractContextManager[Any] = _reparametrize_module(module, tensors, tie_weights=True)
     return context
+
+
+def bare_replica(module: nn.Module) -> nn.Module:
+    """Return a shallow copy of one module, without its parameters; :func:`set_tensor` adds tensors instead."""
+    replica: nn.Module = module._replicate_for_data_parallel()
+    return replica
+
+
+def set_tensor(replica: nn.Module, name: str, tensor: Tensor | None) -> None:
+    """Set `tensor`, which autograd computed from a parameter, under that parameter's name."""
+    if tensor is None:
+        replica._parameters[name] = None
+    else:
+        setattr(replica, name, tensor)  # recurrent layers also add it to their list of weights
+
+
+# -- DTensors ----------------------------------------------------------------------------------------------------------
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -212,85 +299,3 @@ def _lay_out(parameter: Any) -> None:
         parameter.grad = gradient
     if hasattr(gradient._local_tensor, "trigger_wait"):  # a functional collective is running
         gradient._local_tensor = gradient._local_tensor.wait()
-
-
-# torch's NCCL backend: found in a process group, split from another one, aborted.
-
-
-def nccl_of(group: Any) -> Any:
-    """Return the NCCL backend that serves CUDA tensors in `group`; None if it has none."""
-    if not dist.is_nccl_available():
-        return None
-    try:
-        backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:  # no backend for CUDA tensors
-        return None
-    while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-        backend = backend.wrapped_pg
-    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
-
-
-def attach_nccl(
-    group: Any,
-    parent: Any,
-    ranks: Sequence[int],
-    store: Store,
-    name: str,
-    timeout: timedelta,
-) -> None:
-    """Add a new NCCL communicator to `group`, for its CUDA tensors; `group` has the same `ranks` as `parent`.
-
-    It is split from the parent's communicator if the parent is bound to a device, because then all ranks already have
-    that communicator. All ranks call this together.
-    """
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    options.global_ranks_in_group, options.group_name = list(ranks), name
-    device, source = parent.bound_device_id, nccl_of(parent)
-    is_split = device is not None and source is not None and source.supports_splitting
-    if is_split:
-        options.split_from, options.split_color = source, 0
-    nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", store), group.rank(), group.size(), options)
-    nccl._set_sequence_number_for_group()
-    group._set_default_backend(ProcessGroup.BackendType.NCCL)
-    group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
-    group._set_group_name(name)  # set after the backends are registered, because the group passes it to them
-    group._set_group_desc("paceline")
-    if is_split:
-        torch.cuda.synchronize(device)  # NCCL can split only an idle communicator
-        nccl.eager_connect_single_device(device)
-
-
-@contextmanager
-def grouped_aborts(nccl: Any) -> Iterator[None]:
-    """Combine the block's aborts of communicators, so that they do not wait for each other."""
-    if nccl is None:
-        yield
-        return
-    nccl._group_start()
-    try:
-        yield
-    finally:
-        nccl._group_end()
-
-
-def abort_known_groups() -> None:
-    """Abort and remove every process group that torch knows, like ``destroy_process_group`` but without waiting."""
-    _c10d._abort_process_group()
-
-
-# Replicas of modules without their parameters, similar to the replicas from ``torch.nn.parallel.replicate``.
-
-
-def bare_replica(module: nn.Module) -> nn.Module:
-    """Return a shallow copy of one module, without its parameters; :func:`set_tensor` adds tensors instead."""
-    replica: nn.Module = module._replicate_for_data_parallel()
-    return replica
-
-
-def set_tensor(replica: nn.Module, name: str, tensor: Tensor | None) -> None:
-    """Set `tensor`, which autograd computed from a parameter, under that parameter's name."""
-    if tensor is None:
-        replica._parameters[name] = None
-    else:
-        setattr(replica, name, tensor)  # recurrent layers also add it to their list of weights

@@ -1,4 +1,9 @@
-"""The private parts of torch that Paceline uses, apart from :mod:`.torch_distributed`."""
+"""The private names of torch that Paceline uses, except in :mod:`.torch_distributed` and :mod:`.torch_elastic`.
+
+No other module uses a private name, so a new version of torch can break only these three. In order: lists of tensors,
+the memory and contents of one tensor, autograd, ``torch.compile``, the profiler, and the ``DataLoader``. Each name has
+a contract test, ``tests/unit/core/test_torch_internals.py``, which fails if a release changes it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.core.stacks import readable_stacks
 from paceline.errors import UsageError
 
-# Functions without a public API in torch: queries about a tensor's memory, and operations on lists of tensors.
-
+# -- lists of tensors --------------------------------------------------------------------------------------------------
 
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 copy_each: Callable[[Tensors, Tensors], None] = torch._foreach_copy_
@@ -45,15 +49,43 @@ mix_each: Callable[[Tensors, Tensors, float], object] = torch._foreach_lerp_
 """Moves each tensor in the first list toward the tensor at the same index in the second list (``lerp``), in place."""
 zero_each: Callable[[Tensors], object] = torch._foreach_zero_
 """Fills each tensor with zeros."""
-count_each: Callable[[int], int] = torch._C._storage_Use_Count
-"""Counts the tensors and storages that refer to the memory of the storage with this :func:`address_of`."""
 LARGE = 2**20
 """Minimum size of a tensor for which a separate operation on a GPU costs less than another pass over the tensor."""
+
+
+def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
+    """Copy each of `sources`, times `factor`, to the target at the same index."""
+    if factor == 1.0:
+        copy_each(targets, sources)
+        return
+    small: tuple[list[Tensor], list[Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if source.numel() >= LARGE and source.dtype is target.dtype and source.shape == target.shape:
+            torch.mul(source, factor, out=target)
+        else:
+            small[0].append(target)
+            small[1].append(source)
+    if small[0]:
+        copy_each(*small)
+        multiply_each(small[0], factor)
+
+
+def norm_each(tensors: Tensors) -> Tensors:
+    """Return the largest absolute value in each of the nonempty `tensors`; NaN if a tensor contains NaN."""
+    reals = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
+    return torch._foreach_norm(reals, math.inf)
+
+
+# -- one tensor --------------------------------------------------------------------------------------------------------
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
     """Return torch's own address of `storage`, which is valid as long as the storage exists."""
     return int(storage._cdata)
+
+
+count_each: Callable[[int], int] = torch._C._storage_Use_Count
+"""Counts the tensors and storages that refer to the memory of the storage with this :func:`address_of`."""
 
 
 def count_uses(storage: torch.UntypedStorage) -> int:
@@ -84,23 +116,6 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
 
 
-def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
-    """Copy each of `sources`, times `factor`, to the target at the same index."""
-    if factor == 1.0:
-        copy_each(targets, sources)
-        return
-    small: tuple[list[Tensor], list[Tensor]] = [], []
-    for target, source in zip(targets, sources, strict=True):
-        if source.numel() >= LARGE and source.dtype is target.dtype and source.shape == target.shape:
-            torch.mul(source, factor, out=target)
-        else:
-            small[0].append(target)
-            small[1].append(source)
-    if small[0]:
-        copy_each(*small)
-        multiply_each(small[0], factor)
-
-
 def stored_elements(gradient: Tensor) -> Tensor:
     """Return the elements that a gradient stores: all of a dense one, the values of a sparse one."""
     return gradient._values() if gradient.is_sparse else gradient
@@ -111,12 +126,6 @@ def has_nonzero(gradient: Tensor) -> bool:
     return bool(stored_elements(gradient).any())
 
 
-def norm_each(tensors: Tensors) -> Tensors:
-    """Return the largest absolute value in each of the nonempty `tensors`; NaN if a tensor contains NaN."""
-    reals = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
-    return torch._foreach_norm(reals, math.inf)
-
-
 def content_of(tensors: Sequence[Tensor]) -> int:
     """Return a number that changes when ``torch.utils.swap_tensors`` swaps the content of the first tensor.
 
@@ -125,14 +134,33 @@ def content_of(tensors: Sequence[Tensor]) -> int:
     return tensors[0]._cdata if tensors else 0
 
 
-# Detects gradients that ``torch.amp.GradScaler`` has changed without raising their version counters.
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Run operations without allocating memory for results; inputs may be ordinary tensors.
+
+    Logging is disabled in the block, because torch would also log the errors of such operations.
+    """
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        logging.disable(level)
 
 
-def have_unscaled() -> bool:
-    """Whether an optimizer's gradients are unscaled but it has not stepped yet. Searches all Python objects."""
-    scalers = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), GradScaler)]
-    states = [state for scaler in scalers for state in scaler._per_optimizer_states.values()]
-    return any(state["stage"] is not OptState.READY for state in states)
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+class WithoutGradients:
+    """A faster ``torch.no_grad()`` for code that runs in every step. An object must not be shared between threads."""
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
 
 
 class GraphTask:
@@ -147,70 +175,19 @@ class GraphTask:
         """Number of its graph task."""
 
 
-class Accumulators:
-    """The autograd nodes that accumulate into some parameters."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._find()
-
-    def _find(self) -> None:
-        self._content = content_of(self._parameters)
-        # Inference tensors have no nodes; check_averaged() refuses them.
-        trained = ((i, p) for i, p in enumerate(self._parameters) if p.requires_grad and not p.is_inference())
-        self._nodes = {index: _accumulate_node(parameter) for index, parameter in trained}
-
-    def _present_nodes(self) -> dict[int, Any]:
-        if content_of(self._parameters) != self._content:
-            self._find()
-        return self._nodes
-
-    def are_accumulated(self) -> bool:
-        """Whether the running graph task is a backward pass for these parameters, not ``autograd.grad``."""
-        nodes = self._present_nodes()
-        if is_plain_backward():
-            # It does not matter which parameters it reaches: all of them may be hidden in reentrant checkpoints, and a
-            # rank that uses none contributes zeros.
-            return any(parameter.requires_grad for parameter in self._parameters)
-        return _are_executed(nodes.values())
-
-    def are_reached(self, left_out: Collection[int]) -> bool:
-        """Return whether the running graph task reaches a parameter whose index is not in `left_out`."""
-        return _are_executed(node for index, node in self._present_nodes().items() if index not in left_out)
+def current_task() -> int:
+    """Number of the running graph task, which is larger for every later task; -1 outside of a task."""
+    return int(torch._C._current_graph_task_id())
 
 
-def _are_executed(nodes: Iterable[Any]) -> bool:
-    """Return whether the running graph task executes any of the `nodes`."""
-    try:
-        return any(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
-        return False
+def is_in_backward() -> bool:
+    """Whether a graph task is running in this thread."""
+    return current_task() != -1
 
 
 def is_plain_backward() -> bool:
     """Whether the running graph task is a ``backward()`` without ``inputs``."""
     return bool(torch.autograd._is_checkpoint_valid())
-
-
-def is_accumulated(parameter: Tensor) -> bool:
-    """Whether the running graph task accumulates into `parameter`, rather than computing ``autograd.grad`` for it."""
-    return _are_executed([_accumulate_node(parameter)])
-
-
-class WithoutGradients:
-    """A faster ``torch.no_grad()`` for code that runs in every step. An object must not be shared between threads."""
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)
-
-
-def current_task() -> int:
-    """Number of the running graph task, which is larger for every later task; -1 outside of a task."""
-    return int(torch._C._current_graph_task_id())
 
 
 def has_ended(number: int) -> bool:
@@ -252,9 +229,9 @@ def _innermost(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def is_in_backward() -> bool:
-    """Whether a graph task is running in this thread."""
-    return current_task() != -1
+def queue_callback(callback: Callable[[], object]) -> None:
+    """Queue `callback` for the end of the running graph task, after earlier callbacks; its result is dropped."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 
 def comes_last(handle: RemovableHandle, kind: type) -> bool:
@@ -273,9 +250,49 @@ def comes_last(handle: RemovableHandle, kind: type) -> bool:
     return False
 
 
-def queue_callback(callback: Callable[[], object]) -> None:
-    """Queue `callback` for the end of the running graph task, after earlier callbacks; its result is dropped."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
+class Accumulators:
+    """The autograd nodes that accumulate into some parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._find()
+
+    def _find(self) -> None:
+        self._content = content_of(self._parameters)
+        # Inference tensors have no nodes; check_averaged() refuses them.
+        trained = ((i, p) for i, p in enumerate(self._parameters) if p.requires_grad and not p.is_inference())
+        self._nodes = {index: _accumulate_node(parameter) for index, parameter in trained}
+
+    def _present_nodes(self) -> dict[int, Any]:
+        if content_of(self._parameters) != self._content:
+            self._find()
+        return self._nodes
+
+    def are_accumulated(self) -> bool:
+        """Whether the running graph task is a backward pass for these parameters, not ``autograd.grad``."""
+        nodes = self._present_nodes()
+        if is_plain_backward():
+            # It does not matter which parameters it reaches: all of them may be hidden in reentrant checkpoints, and a
+            # rank that uses none contributes zeros.
+            return any(parameter.requires_grad for parameter in self._parameters)
+        return _are_executed(nodes.values())
+
+    def are_reached(self, left_out: Collection[int]) -> bool:
+        """Return whether the running graph task reaches a parameter whose index is not in `left_out`."""
+        return _are_executed(node for index, node in self._present_nodes().items() if index not in left_out)
+
+
+def is_accumulated(parameter: Tensor) -> bool:
+    """Whether the running graph task accumulates into `parameter`, rather than computing ``autograd.grad`` for it."""
+    return _are_executed([_accumulate_node(parameter)])
+
+
+def _are_executed(nodes: Iterable[Any]) -> bool:
+    """Return whether the running graph task executes any of the `nodes`."""
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
+        return False
 
 
 def _accumulate_node(parameter: Tensor) -> Any:
@@ -284,11 +301,17 @@ def _accumulate_node(parameter: Tensor) -> Any:
     return alias.grad_fn.next_functions[0][0]
 
 
-# Tells ``torch.compile`` to leave Paceline alone: Paceline runs between compiled graphs, never inside them.
-# torch.compile translates Python functions when they are called, including Paceline's hooks and collectives between two
-# graphs. These are marked in the same way as torch's own functions, without importing torch._dynamo, which is slow to
-# load. The mark survives ``torch._dynamo.reset()``.
+def have_unscaled() -> bool:
+    """Return whether a ``GradScaler`` has unscaled an optimizer's gradients but the optimizer has not stepped yet.
 
+    Unscaling changes gradients without raising their version counters. Searches all Python objects.
+    """
+    scalers = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), GradScaler)]
+    states = [state for scaler in scalers for state in scaler._per_optimizer_states.values()]
+    return any(state["stage"] is not OptState.READY for state in states)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 AnyClass = TypeVar("AnyClass", bound=type)
@@ -315,6 +338,18 @@ def class_never_compiled(kind: AnyClass) -> AnyClass:
     return kind
 
 
+def _mark(function: Any, below: _FrameAction) -> None:
+    """Mark `function`, which runs between compiled graphs, as torch marks its own.
+
+    torch.compile would translate Paceline's hooks and collectives when they are called. The mark needs no import of
+    torch._dynamo, which is slow to load, and survives ``torch._dynamo.reset()``.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
+    # torch.compile reads this before it traces a called function into its graph.
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "Paceline runs between compiled graphs"
+
+
 def leaves_graph(function: AnyFunction) -> AnyFunction:
     """Run `function` uncompiled: one compiled graph ends before it, and another begins after it."""
     return cast("AnyFunction", _disable_dynamo(function))
@@ -327,13 +362,6 @@ def original_of(module: nn.Module) -> nn.Module | None:
         return None
     original: nn.Module = module._orig_mod
     return original
-
-
-def _mark(function: Any, below: _FrameAction) -> None:
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
-    # torch.compile reads this before it traces a called function into its graph.
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "Paceline runs between compiled graphs"
 
 
 def check_eager_backward(rank: int) -> None:
@@ -383,53 +411,7 @@ def _call_from_graph(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
-# The iterators and workers of torch's ``DataLoader``.
-
-
-@contextmanager
-def hide_worker_info() -> Iterator[None]:
-    """Make ``get_worker_info()`` return None in the block, like in the main process."""
-    worker: Any = torch.utils.data._utils.worker
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info
-
-
-def parts_of(iterator: Any) -> tuple[Any, Any, int]:
-    """Return the dataset, the sampler and the number of workers of an iterator of a ``DataLoader``."""
-    return iterator._dataset, iterator._index_sampler, iterator._num_workers
-
-
-def pipes_of(iterator: Any) -> tuple[Any, ...]:
-    """Return the workers of an iterator and its connections to them; none of them refers to the dataset."""
-    return iterator._workers, iterator._index_queues, iterator._worker_result_queue, iterator._workers_done_event
-
-
-BatchIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
-"""Base class of the iterators of a ``DataLoader``; its ``__next__`` waits for a batch."""
-
-
-# Tensors that have a shape, a dtype and a device, but neither values nor memory.
-
-
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Run operations without allocating memory for results; inputs may be ordinary tensors.
-
-    Logging is disabled in the block, because torch would also log the errors of such operations.
-    """
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
-    finally:
-        logging.disable(level)
-
-
-# Tells whether torch's profiler is running and when it starts; torch has no public API for this.
+# -- the profiler ------------------------------------------------------------------------------------------------------
 
 
 def is_profiling() -> bool:
@@ -452,3 +434,30 @@ def before_profiling(call: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         profiler.profile._prepare_trace = original  # type: ignore[method-assign]
+
+
+# -- the DataLoader ----------------------------------------------------------------------------------------------------
+
+BatchIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+"""Base class of the iterators of a ``DataLoader``; its ``__next__`` waits for a batch."""
+
+
+def parts_of(iterator: Any) -> tuple[Any, Any, int]:
+    """Return the dataset, the sampler and the number of workers of an iterator of a ``DataLoader``."""
+    return iterator._dataset, iterator._index_sampler, iterator._num_workers
+
+
+def pipes_of(iterator: Any) -> tuple[Any, ...]:
+    """Return the workers of an iterator and its connections to them; none of them refers to the dataset."""
+    return iterator._workers, iterator._index_queues, iterator._worker_result_queue, iterator._workers_done_event
+
+
+@contextmanager
+def hide_worker_info() -> Iterator[None]:
+    """Make ``get_worker_info()`` return None in the block, like in the main process."""
+    worker: Any = torch.utils.data._utils.worker
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info

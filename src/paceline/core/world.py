@@ -36,88 +36,15 @@ from paceline.core.stores import connecting, is_one_host, meet, world_stores
 from paceline.core.torch_distributed import get_default_store, get_known_groups, nccl_of
 from paceline.errors import CommunicationError, PacelineError, WorldError
 
-# Waits for Gloo's threads at the end of the process.
-
-
-_MOST_S = 5.0
-"""Longest wait, in seconds."""
-
-
-def await_idle() -> None:
-    """Wait until no thread of a Gloo group is busy.
-
-    A thread may release a collective's tensors after the wait for the collective has returned. During interpreter
-    shutdown it could not take the GIL for this, and would abort the process after a successful training.
-    """
-    idle, end = 0, time.monotonic() + _MOST_S
-    # Twice, because a thread that was waiting for another one can become busy between the two reads.
-    while idle < 2 and time.monotonic() < end:
-        time.sleep(0.001)  # threads take the GIL
-        idle = 0 if _are_busy() else idle + 1
-
-
-def _are_busy() -> bool:
-    for task in Path("/proc/self/task").glob("*/stat"):  # empty on other systems than Linux
-        with suppress(OSError):  # the thread has ended
-            # Reading a file releases the GIL, so a thread that needs the GIL is running by now, not asleep.
-            name, _, rest = task.read_text().rpartition(") ")
-            if name.endswith("(pt_gloo_runloop") and not rest.startswith("S"):
-                return True
-    return False
-
-
-atexit.register(await_idle)
-
-
-# The GPU of each rank, which no other rank may use.
-
-
-_REMEDY = "or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
-
-
-def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
-    """Return the index of this rank's GPU among the `visible` ones.
-
-    This is the local rank, or 0 if a scheduler makes only one GPU visible to each rank.
-    """
-    if local_rank < visible:
-        return local_rank
-    if visible == 1:
-        return 0
-    raise WorldError(
-        f"rank {rank}: local rank {local_rank} has no GPU, because only {visible} are visible; start at most "
-        f"that many ranks per host, make one GPU visible to each rank, {_REMEDY}"
-    )
-
-
-def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
-    """Return the identity of a GPU: its UUID, plus the visible part if the GPU is divided (MIG).
-
-    It includes the host's name in ``NCCL_HOSTID``, because NCCL lets ranks share a GPU if their host names differ.
-    """
-    visible, host = environment.get("CUDA_VISIBLE_DEVICES", ""), environment.get("NCCL_HOSTID")
-    parts = [uuid, *([visible] if "MIG" in visible else []), *([f"of NCCL_HOSTID={host}"] if host else [])]
-    return " ".join(parts)
-
-
-def check_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
-    """Raise if another rank uses the GPU with this :func:`gpu_name`. All ranks call this with the same store."""
-    store.set(f"gpu/{rank}", gpu)
-    for peer in range(size):
-        if peer != rank and store.get(f"gpu/{peer}").decode() == gpu:
-            raise WorldError(
-                f"rank {rank}: rank {peer} has the same GPU {gpu}, and NCCL allows one rank per GPU; start at most "
-                f"as many ranks as GPUs, {_REMEDY}"
-            )
-
-
 logger = logging.getLogger(__name__)
-
 TIMEOUT = "PACELINE_TIMEOUT"
 """Environment variable with the default timeout of collectives, in seconds; the `timeout` of ``init`` overrides it."""
-_LOOK_S = 1.0
-"""Interval in seconds at which ranks check that rank 0 still runs."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_CPU_REMEDY = "or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+_CHECK_S = 1.0
+"""Interval in seconds at which ranks check that rank 0 still runs."""
+_LONGEST_WAIT_S = 5.0
+"""Longest wait for Gloo's threads at the end of the process."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +158,7 @@ def _end_of_main(store: Store, turn: int, rank: int) -> str:
         raise CommunicationError(f"rank {rank}: rank 0 did not arrive within {seconds:g} s").because_of([0])
     pid = int(store.get(began))
     is_here = is_one_host(os.environ, os.environ.get("MASTER_ADDR", ""))  # otherwise the launcher ends this rank
-    while missing_from(store, [ended], _LOOK_S):
+    while missing_from(store, [ended], _CHECK_S):
         if is_here and not is_running(pid) and missing_from(store, [ended]):
             raise CommunicationError(f"rank {rank}: rank 0 (pid {pid}) has exited; see its error").because_of([0])
     return str(store.get(ended).decode())
@@ -299,20 +226,6 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     return current()
 
 
-def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
-    """Return a new part of the job's store, even after an earlier ``init()``."""
-    # A single rank keeps no store, so that its port is free again when the group ends.
-    connect = world_stores if size == 1 else _kept_stores
-    store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
-    store.set_timeout(timeout)
-    return PrefixStore(f"paceline/{meet(store, rank, size, timeout)}/", store)
-
-
-_kept_stores = cache(world_stores)
-"""Stores that are kept until the process ends. If rank 0's server ended with its first process group, another rank that
-initializes again could connect to it just before it ends."""
-
-
 def _patience(timeout: timedelta | float | None, environment: Mapping[str, str]) -> timedelta | None:
     """Return `timeout` or, by default, ``PACELINE_TIMEOUT``; None stands for torch's default."""
     name: str = "timeout"
@@ -330,21 +243,6 @@ def _patience(timeout: timedelta | float | None, environment: Mapping[str, str])
     except (ValueError, TypeError, OverflowError):
         raise WorldError(f"{name}={value!r} is not a timeout; pass a number of seconds above 0, such as 600") from None
     return duration
-
-
-def current() -> World:
-    """Create the :class:`World` from the existing process group and the environment."""
-    if not dist.is_initialized():
-        raise WorldError("no process group exists yet; call paceline.init() first")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    # Without torchrun, the local variables may be missing; assume a single host.
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    node = int(os.environ.get("GROUP_RANK", rank // local_size))
-    backends = str(dist.get_backend_config())
-    on_cuda = torch.cuda.is_available() and ("nccl" in backends or f"cuda:{OWN_BACKEND}" in backends)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    return World(rank, size, local_rank, local_size, node, device)
 
 
 def _place(environment: Mapping[str, str]) -> dict[str, int]:
@@ -376,18 +274,34 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         raise WorldError(f"{name}={environment[name]!r} is not a whole number; torchrun sets it") from None
 
 
-def check_available(backend: str) -> None:
-    """Raise if this PyTorch does not have the backend."""
-    for part in backend.split(","):
-        name = part.rpartition(":")[2]
-        if not dist.is_backend_available(name):
-            raise WorldError(f"backend {name!r} is not available in this PyTorch; leave it out, or use 'gloo'")
+def current() -> World:
+    """Create the :class:`World` from the existing process group and the environment."""
+    if not dist.is_initialized():
+        raise WorldError("no process group exists yet; call paceline.init() first")
+    _await_gloo_at_exit()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Without torchrun, the local variables may be missing; assume a single host.
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    node = int(os.environ.get("GROUP_RANK", rank // local_size))
+    backends = str(dist.get_backend_config())
+    on_cuda = torch.cuda.is_available() and ("nccl" in backends or f"cuda:{OWN_BACKEND}" in backends)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return World(rank, size, local_rank, local_size, node, device)
 
 
 def usable_backends() -> str:
     """Return the backends of the process group for the available devices: ``cpu:gloo,cuda:nccl``."""
     backends = str(dist.get_backend_config()).split(",")
     return ",".join(backend for backend in backends if torch.cuda.is_available() or not backend.startswith("cuda:"))
+
+
+def check_available(backend: str) -> None:
+    """Raise if this PyTorch does not have the backend."""
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            raise WorldError(f"backend {name!r} is not available in this PyTorch; leave it out, or use 'gloo'")
 
 
 def _check_backend(backend: str | None) -> None:
@@ -399,3 +313,81 @@ def _check_backend(backend: str | None) -> None:
             f"the process group exists with backend {usable_backends()!r} but {backend!r} was requested; "
             "initialize it once, with the backend to use"
         )
+
+
+def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
+    """Return a new part of the job's store, even after an earlier ``init()``."""
+    # A single rank keeps no store, so that its port is free again when the group ends.
+    connect = world_stores if size == 1 else _kept_stores
+    store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
+    store.set_timeout(timeout)
+    return PrefixStore(f"paceline/{meet(store, rank, size, timeout)}/", store)
+
+
+_kept_stores = cache(world_stores)
+"""Stores that are kept until the process ends. If rank 0's server ended with its first process group, another rank that
+initializes again could connect to it just before it ends."""
+
+
+def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
+    """Return the index of this rank's GPU among the `visible` ones.
+
+    This is the local rank, or 0 if a scheduler makes only one GPU visible to each rank.
+    """
+    if local_rank < visible:
+        return local_rank
+    if visible == 1:
+        return 0
+    raise WorldError(
+        f"rank {rank}: local rank {local_rank} has no GPU, because only {visible} are visible; start at most "
+        f"that many ranks per host, make one GPU visible to each rank, {_CPU_REMEDY}"
+    )
+
+
+def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
+    """Return the identity of a GPU: its UUID, plus the visible part if the GPU is divided (MIG).
+
+    It includes the host's name in ``NCCL_HOSTID``, because NCCL lets ranks share a GPU if their host names differ.
+    """
+    visible, host = environment.get("CUDA_VISIBLE_DEVICES", ""), environment.get("NCCL_HOSTID")
+    parts = [uuid, *([visible] if "MIG" in visible else []), *([f"of NCCL_HOSTID={host}"] if host else [])]
+    return " ".join(parts)
+
+
+def check_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
+    """Raise if another rank uses the GPU with this :func:`gpu_name`. All ranks call this with the same store."""
+    store.set(f"gpu/{rank}", gpu)
+    for peer in range(size):
+        if peer != rank and store.get(f"gpu/{peer}").decode() == gpu:
+            raise WorldError(
+                f"rank {rank}: rank {peer} has the same GPU {gpu}, and NCCL allows one rank per GPU; start at most "
+                f"as many ranks as GPUs, {_CPU_REMEDY}"
+            )
+
+
+@cache
+def _await_gloo_at_exit() -> None:
+    atexit.register(_await_gloo)
+
+
+def _await_gloo() -> None:
+    """Wait until no thread of a Gloo group is busy, at the end of the process.
+
+    A thread may release a collective's tensors after the wait for the collective has returned. During interpreter
+    shutdown it could not take the GIL for this, and would abort the process after a successful training.
+    """
+    idle, end = 0, time.monotonic() + _LONGEST_WAIT_S
+    # Twice, because a thread that was waiting for another one can become busy between the two reads.
+    while idle < 2 and time.monotonic() < end:
+        time.sleep(0.001)  # threads take the GIL
+        idle = 0 if _are_busy() else idle + 1
+
+
+def _are_busy() -> bool:
+    for task in Path("/proc/self/task").glob("*/stat"):  # empty on other systems than Linux
+        with suppress(OSError):  # the thread has ended
+            # Reading a file releases the GIL, so a thread that needs the GIL is running by now, not asleep.
+            name, _, rest = task.read_text().rpartition(") ")
+            if name.endswith("(pt_gloo_runloop") and not rest.startswith("S"):
+                return True
+    return False

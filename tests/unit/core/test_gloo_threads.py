@@ -7,7 +7,8 @@ from pathlib import Path
 from processes import Running, script
 
 BUSY = """
-import hashlib, threading, paceline.core.world
+import hashlib, threading, paceline
+paceline.init()
 data, began = bytes(2**28), threading.Event()
 
 def work():
