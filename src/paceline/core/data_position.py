@@ -27,46 +27,8 @@ from paceline.core.rng import derive_seed
 from paceline.core.torch_internals import never_compiled
 from paceline.errors import PacelineError
 
-# Batches without samples, for ranks whose slice of a global batch is empty.
-
-
 SKIP = "call model.sync_gradients() instead of forward and backward if loader.slice_is_empty, or give drop_last=True"
 """Remedy for code that does not accept 0 rows."""
-
-
-def emptied(few: Any, more: Any, cuts: list[bool], kept: list[Any]) -> Any:
-    """Return `few` with 0 rows: each tensor is cut in the dimensions that are larger in `more`, which has more rows.
-
-    Numbers that differ become 0, because they are sums or counts. Appends to `cuts`, for each tensor, whether it was
-    cut, and to `kept` the objects that cannot be cut.
-    """
-
-    def part(one: Any, other: Any) -> Any:
-        return emptied(one, other, cuts, kept)
-
-    if (shape := getattr(few, "shape", None)) == () or isinstance(few, int | float | complex):
-        return few if few == more else few * 0
-    if shape is not None:
-        grows = [size != larger for size, larger in zip(shape, more.shape, strict=True)]
-        cuts.append(any(grows))
-        return few[tuple(slice(0 if is_cut else None) for is_cut in grows)]
-    if isinstance(few, Mapping):
-        empty: Any = copy.copy(few)
-        for key, value in few.items():
-            empty[key] = part(value, more[key])
-        return empty
-    if dataclasses.is_dataclass(few) and not isinstance(few, type):
-        names = [field.name for field in dataclasses.fields(few) if field.init]
-        return dataclasses.replace(few, **{name: part(getattr(few, name), getattr(more, name)) for name in names})
-    if isinstance(few, list | tuple) and not isinstance(few, PackedSequence):
-        if len(few) == len(more):
-            parts: Any = map(part, few, more)
-            return type(few)(*parts) if hasattr(few, "_fields") else type(few)(parts)
-        if all(isinstance(value, int | float | str | bytes) for value in few):
-            return type(few)()
-    if not isinstance(few, str | bytes | None):
-        kept.append(few)
-    return few
 
 
 class Origin(NamedTuple):
@@ -272,3 +234,41 @@ def _calls() -> Sequence[str]:
             calls.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno}:{code.co_name}")
         frame = frame.f_back
     return calls
+
+
+# -- batches without samples, for ranks whose slice of a global batch is empty -----------------------------------------
+
+
+def emptied(few: Any, more: Any, cuts: list[bool], kept: list[Any]) -> Any:
+    """Return `few` with 0 rows: each tensor is cut in the dimensions that are larger in `more`, which has more rows.
+
+    Numbers that differ become 0, because they are sums or counts. Appends to `cuts`, for each tensor, whether it was
+    cut, and to `kept` the objects that cannot be cut.
+    """
+
+    def part(one: Any, other: Any) -> Any:
+        return emptied(one, other, cuts, kept)
+
+    if (shape := getattr(few, "shape", None)) == () or isinstance(few, int | float | complex):
+        return few if few == more else few * 0
+    if shape is not None:
+        grows = [size != larger for size, larger in zip(shape, more.shape, strict=True)]
+        cuts.append(any(grows))
+        return few[tuple(slice(0 if is_cut else None) for is_cut in grows)]
+    if isinstance(few, Mapping):
+        empty: Any = copy.copy(few)
+        for key, value in few.items():
+            empty[key] = part(value, more[key])
+        return empty
+    if dataclasses.is_dataclass(few) and not isinstance(few, type):
+        names = [field.name for field in dataclasses.fields(few) if field.init]
+        return dataclasses.replace(few, **{name: part(getattr(few, name), getattr(more, name)) for name in names})
+    if isinstance(few, list | tuple) and not isinstance(few, PackedSequence):
+        if len(few) == len(more):
+            parts: Any = map(part, few, more)
+            return type(few)(*parts) if hasattr(few, "_fields") else type(few)(parts)
+        if all(isinstance(value, int | float | str | bytes) for value in few):
+            return type(few)()
+    if not isinstance(few, str | bytes | None):
+        kept.append(few)
+    return few

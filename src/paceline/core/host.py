@@ -1,4 +1,4 @@
-"""This host: the status of its processes, and the limits that a job must fit."""
+"""This host: the status of its processes, and the limits that a job must fit before any rank starts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from pathlib import Path
 
 from paceline.core.failure_callbacks import with_causes
 from paceline.errors import UsageError
+
+FILES, RANK_FILES = 24, 10
+"""Files that the launcher opens: a fixed number, plus a number per rank. A rank opens fewer."""
+FILE_BYTES = 2**20
+"""Size of the largest file that the launcher and the ranks write, apart from checkpoints. With a lower limit, the
+store's C++ code would retry forever."""
 
 
 def process_state(pid: int) -> str:
@@ -57,31 +63,6 @@ def busy_seconds(pid: int) -> float:
     return processor_seconds(pid) + sum(delays) / 1e9 if delays else math.inf
 
 
-def _fields(pid: int) -> list[str]:
-    """Return the fields of the process's ``stat`` file from the third on; none if it has ended."""
-    # The second field, a program's name in parentheses, may itself contain spaces and parentheses.
-    return _read(pid, "stat").rpartition(")")[2].split()
-
-
-def _read(pid: int, name: str) -> str:
-    """Return the text of a file in ``/proc/<pid>``; empty if the process has ended, or without ``/proc``."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")  # a program may have any name
-    except OSError:
-        return ""
-
-
-# Compares the limits of the host with the needs of the launcher before any rank starts.
-
-
-FILES, RANK_FILES = 24, 10
-"""Files that the launcher opens: a fixed number, plus a number per rank. A rank opens fewer."""
-
-FILE_BYTES = 2**20
-"""Size of the largest file that the launcher and the ranks write, apart from checkpoints. With a lower limit, the
-store's C++ code would retry forever."""
-
-
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -115,3 +96,17 @@ def reached(error: BaseException) -> str | None:
             "control group (pids.max), or start fewer ranks"
         )
     return "no temporary folder can be written to; name one in TMPDIR" if "No usable temporary" in text else None
+
+
+def _fields(pid: int) -> list[str]:
+    """Return the fields of the process's ``stat`` file from the third on; none if it has ended."""
+    # The second field, a program's name in parentheses, may itself contain spaces and parentheses.
+    return _read(pid, "stat").rpartition(")")[2].split()
+
+
+def _read(pid: int, name: str) -> str:
+    """Return the text of a file in ``/proc/<pid>``; empty if the process has ended, or without ``/proc``."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")  # a program may have any name
+    except OSError:
+        return ""

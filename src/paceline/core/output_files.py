@@ -1,4 +1,4 @@
-"""Output files of commands: charts and HTML pages, checked before the work starts."""
+"""Output files of commands, checked before the work starts and written at its end: text, charts and HTML pages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,63 @@ from paceline.errors import MissingExtra, UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SUFFIXES = (".svg", ".png", ".pdf")
 
-# HTML documents with embedded styles, scripts and data, in a light and a dark theme.
+
+def check_file(option: str, file: str | None) -> None:
+    """Raise an error early if `file` cannot be written."""
+    if file is None:
+        return
+    path = Path(file).absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {file}: the folder {path.parent} does not exist; make it, or choose another file")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else "permission denied"
+        raise UsageError(f"{option} {file} cannot be written: {reason}; choose another file")
+
+
+def write_file(option: str, file: str | None, content: str | bytes) -> None:
+    """Write `content` to `file`, unless `file` is None."""
+    if file is None:
+        return
+    try:
+        # A path in the text may not be UTF-8.
+        Path(file).write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+    except OSError as error:
+        raise UsageError(f"{option} {file} cannot be written: {error.strerror}; choose another file") from error
+
+
+def check_chart(option: str, file: str | None) -> None:
+    """Raise an error early if a chart cannot be written to `file`."""
+    if file is None:
+        return
+    if Path(file).suffix not in SUFFIXES:
+        raise UsageError(f"{option} {file}: the name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib", "notebook", option)
+    check_file(option, file)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of the given size in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_chart(option: str, file: str, figure: Figure) -> None:
+    """Write `figure` to `file`, in the format given by its suffix."""
+    import matplotlib
+
+    drawn, suffix = io.BytesIO(), Path(file).suffix[1:]
+    # Omit the date and random IDs, so that the same chart always produces the same file. Keep text searchable.
+    with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "none"}):
+        figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
+    write_file(option, file, drawn.getvalue())
 
 
 def document(title: str, body: str, styles: str, scripts: Sequence[str]) -> str:
-    """Return the document; the styles of the theme come before `styles`."""
+    """Return an HTML document with a light and a dark theme; the styles of the theme come before `styles`."""
     code = "\n".join(f"<script>\n{script}\n</script>" for script in scripts)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -53,61 +104,3 @@ def data_block(name: str, value: Any) -> str:
 def resource(package: str, *path: str) -> str:
     """Return the text of a file that belongs to `package`."""
     return files(package).joinpath(*path).read_text("utf-8")
-
-
-# Output files of a command: checked before the work starts, and written at the end.
-
-
-def check_file(option: str, file: str | None) -> None:
-    """Raise an error early if `file` cannot be written."""
-    if file is None:
-        return
-    path = Path(file).absolute()
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} {file}: the folder {path.parent} does not exist; make it, or choose another file")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "it is a folder" if path.is_dir() else "permission denied"
-        raise UsageError(f"{option} {file} cannot be written: {reason}; choose another file")
-
-
-def write_file(option: str, file: str | None, content: str | bytes) -> None:
-    """Write `content` to `file`, unless `file` is None."""
-    if file is None:
-        return
-    try:
-        # A path in the text may not be UTF-8.
-        Path(file).write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-    except OSError as error:
-        raise UsageError(f"{option} {file} cannot be written: {error.strerror}; choose another file") from error
-
-
-SUFFIXES = (".svg", ".png", ".pdf")
-
-
-def check_chart(option: str, file: str | None) -> None:
-    """Raise an error early if a chart cannot be written to `file`."""
-    if file is None:
-        return
-    if Path(file).suffix not in SUFFIXES:
-        raise UsageError(f"{option} {file}: the name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if find_spec("matplotlib") is None:
-        raise MissingExtra("matplotlib", "notebook", option)
-    check_file(option, file)
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of the given size in inches."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def write_chart(option: str, file: str, figure: Figure) -> None:
-    """Write `figure` to `file`, in the format given by its suffix."""
-    import matplotlib
-
-    drawn, suffix = io.BytesIO(), Path(file).suffix[1:]
-    # Omit the date and random IDs, so that the same chart always produces the same file. Keep text searchable.
-    with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "none"}):
-        figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
-    write_file(option, file, drawn.getvalue())

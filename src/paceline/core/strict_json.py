@@ -1,4 +1,4 @@
-"""Strict JSON, in which each value has only one representation, also from files that are not trusted."""
+"""Strict JSON, in which each value has only one representation, and dataclasses from files that are not trusted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from typing import Any, TextIO, get_args, get_origin, get_type_hints
 
 LIMIT = 64 * 2**20
 """Maximum size of a document in bytes, which bounds the memory for reading it."""
-# Without a bound, "[],[],…" would take 25 times its size in memory.
 BYTES_PER_MARK = 16
-"""Minimum average size of a value, in bytes, in a document of :data:`LIMIT` bytes."""
+"""Minimum average size of a value, in bytes, in a document of :data:`LIMIT` bytes. Without a bound, ``[],[],…`` would
+take 25 times its size in memory."""
 _MARKS = (b",", b":", b"[", b"{")
 """One of these characters precedes each value except the first."""
 _DIGITS = 400
 """Maximum digits of a number, because Python parses long numbers slowly; ours have at most 25."""
+MOST_BYTES = 512 * 2**20
+"""Maximum size of a file."""
+LARGEST = 1e20
+"""Largest valid number. Sums and squares of valid numbers stay finite."""
+_PLAIN: dict[Any, Any] = {str: str, int: int, bool: bool, float: int | float, type(None): type(None)}
 
 
 def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
@@ -87,15 +92,6 @@ def _checked(number: str) -> str:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not valid JSON")
-
-
-# Reads untrusted files: regular files of limited size, whose JSON is validated against a dataclass.
-
-
-MOST_BYTES = 512 * 2**20
-LARGEST = 1e20
-"""Largest valid number. Sums and squares of valid numbers stay finite."""
-_PLAIN: dict[Any, Any] = {str: str, int: int, bool: bool, float: int | float, type(None): type(None)}
 
 
 class WrongValue(ValueError):
