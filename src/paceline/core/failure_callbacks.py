@@ -16,8 +16,11 @@ from types import TracebackType
 from paceline.core.stacks import place_in
 from paceline.errors import UsageError
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""torchrun's environment variable with the file for the error of a rank."""
+BEHIND_S = 10
+"""Seconds added to the timestamp of a consequence, so that torchrun reports the cause instead."""
 logger = logging.getLogger(__name__)
-
 _functions: list[Callable[[BaseException], None]] = []
 
 
@@ -26,7 +29,7 @@ def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
 
     The error is reported first, so that other ranks see the cause before this rank ends.
     """
-    _notice()
+    _install_hook()
     _functions.append(function)
 
     def forget() -> None:
@@ -36,7 +39,7 @@ def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
     return forget
 
 
-def _say_last_words(error: BaseException) -> None:
+def _call_functions(error: BaseException) -> None:
     """Call each function once, latest first. Their own errors are only logged, because `error` is more important."""
     # Popped one by one, so that a function that fails is not called again.
     while _functions:
@@ -47,7 +50,7 @@ def _say_last_words(error: BaseException) -> None:
 
 
 @cache
-def _notice() -> None:
+def _install_hook() -> None:
     os.register_at_fork(after_in_child=_functions.clear)  # a forked child has no state to save
     shown = sys.excepthook
 
@@ -56,7 +59,7 @@ def _notice() -> None:
             shown(kind, error, trace)
         finally:
             if not issubclass(kind, KeyboardInterrupt):
-                _say_last_words(error)
+                _call_functions(error)
 
     sys.excepthook = note
 
@@ -79,10 +82,10 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.__excepthook__(kind, error, trace)
     elif lost is not None:
         text = f"{type(lost).__name__}: {lost}{place_in(trace)}"
-        _tell_torchrun(text, BEHIND_S)
+        _report_to_torchrun(text, BEHIND_S)
         print(f"error: {text}", file=sys.stderr)
     elif isinstance(error, UsageError):
-        _tell_torchrun(f"UsageError: {error}")
+        _report_to_torchrun(f"UsageError: {error}")
         # Not sys.stderr: torch's hook around this hook captures it, and prints the text only if this function returns.
         print(f"error: {error}{place_in(trace)}", file=sys.__stderr__)
         raise SystemExit(2)
@@ -91,7 +94,7 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         # Gloo and NCCL report a lost rank with a RuntimeError.
         behind = BEHIND_S // 2 if isinstance(error, RuntimeError) else 0
         text = "".join(traceback.format_exception_only(kind, error)).rstrip()  # the traceback is on stderr
-        _tell_torchrun(f"{text}{place_in(trace)}", behind)
+        _report_to_torchrun(f"{text}{place_in(trace)}", behind)
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -103,12 +106,7 @@ def with_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-BEHIND_S = 10
-"""Seconds added to the timestamp of a consequence, so that torchrun reports the cause instead."""
-
-
-def _tell_torchrun(text: str, behind: int = 0) -> None:
+def _report_to_torchrun(text: str, behind: int = 0) -> None:
     """Make torchrun report `text` for this rank, and not as the root cause if another rank failed in these seconds.
 
     torchrun reports the earliest failure as the cause. A killed rank gets the time when torchrun noticed its death, in
