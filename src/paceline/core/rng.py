@@ -31,9 +31,18 @@ def epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
 
 def seed_all(seed: int) -> None:
     """Seed the generators of Python, NumPy (if imported) and torch, including accelerators."""
-    sow(seed)
+    seed_cpu(seed)
     if torch.accelerator.is_available():
         torch.manual_seed(torch.initial_seed())
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed the CPU generators of Python, NumPy (if imported) and torch."""
+    random.seed(seed)
+    # Not torch.manual_seed, which also seeds accelerators, and records the stack for each kind of them.
+    torch.default_generator.manual_seed(seed if seed < 2**64 else derive_seed("large", seed))
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 class set_seed:
@@ -137,20 +146,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-# -- one fetch of a dataset ---------------------------------------------------------------------------------------
-
-
-def sow(seed: int) -> None:
-    """Seed the CPU generators of Python, NumPy (if imported) and torch."""
-    random.seed(seed)
-    # Not torch.manual_seed, which also seeds accelerators, and records the stack for each kind of them.
-    torch.default_generator.manual_seed(seed if seed < 2**64 else derive_seed("large", seed))
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
-
-
 @contextmanager
-def preserved() -> Iterator[None]:
+def fork_cpu_rng() -> Iterator[None]:
     """After the block, restore the CPU generators to their state before it.
 
     GPU generators are not restored, so a dataset that draws on a GPU uses the rank's stream.

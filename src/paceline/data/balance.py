@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.rng import preserved
+from paceline.core.rng import fork_cpu_rng
 from paceline.core.stacks import warn
 from paceline.errors import UsageError
 
@@ -129,7 +129,7 @@ def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
             raise UsageError(
                 "cost is a function of a sample, but the sampler got a number of samples; give it the dataset"
             )
-        with preserved():  # augmentation may draw from the rank's random streams
+        with fork_cpu_rng():  # augmentation may draw from the rank's random streams
             users_costs: Any = [cost(dataset[index]) for index in range(size)]
     else:
         users_costs = cost

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 
 from paceline.core.data_position import emptied
 from paceline.core.messages import with_article
-from paceline.core.rng import derive_seed, preserved, sow
+from paceline.core.rng import derive_seed, fork_cpu_rng, seed_cpu
 from paceline.core.virtual_ranks import Slices
 from paceline.data.slices import Slice
 from paceline.errors import DataError
@@ -56,7 +56,7 @@ class Fetch(Dataset[Any]):
         if not self.draws:
             return self._fetch(share)
         with own_streams():
-            sow(derive_seed("batch", self.seed, share.epoch, share.number, share.share))
+            seed_cpu(derive_seed("batch", self.seed, share.epoch, share.number, share.share))
             return self._fetch(share)
 
     def _fetch(self, share: Slice) -> Any:
@@ -135,7 +135,7 @@ def with_empty(batch: Any, collate: Collate, fetch: Callable[[], Any]) -> WithEm
 
 def own_streams() -> AbstractContextManager[None]:
     """Keep a fetch in the rank's own process from changing the rank's random streams."""
-    return preserved() if get_worker_info() is None else nullcontext()
+    return fork_cpu_rng() if get_worker_info() is None else nullcontext()
 
 
 def listed(indices: list[int]) -> str:

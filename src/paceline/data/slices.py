@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.data_position import short
 from paceline.core.digests import quick_digest
-from paceline.core.rng import derive_seed, epoch_order, preserved, sow
+from paceline.core.rng import derive_seed, epoch_order, fork_cpu_rng, seed_cpu
 from paceline.core.virtual_ranks import slices_of_rank
 from paceline.errors import UsageError
 
@@ -60,8 +60,8 @@ class EpochOrder:
             return epoch_order(self.size, self._seed, epoch) if self._shuffle else torch.arange(self.size, device="cpu")
         if not callable(self.users):
             return _checked(self.users, self.size, epoch)
-        with preserved():  # the same random numbers on every rank and after a resume
-            sow(derive_seed("order", self._seed, epoch))
+        with fork_cpu_rng():  # the same random numbers on every rank and after a resume
+            seed_cpu(derive_seed("order", self._seed, epoch))
             return _checked(self.users(epoch), self.size, epoch)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from paceline.core.data_position import short
-from paceline.core.rng import derive_seed, sow
+from paceline.core.rng import derive_seed, seed_cpu
 from paceline.core.torch_internals import hide_worker_info
 from paceline.core.virtual_ranks import seed_of_slice
 from paceline.data.dataset_digest import outline_digest
@@ -181,7 +181,7 @@ class Reader(Dataset[Any]):
             return None
         # Seeded by slice from here on, because every process read the stream with the same seed, but augmentation must
         # differ.
-        sow(derive_seed("batch", self.seed, ticket.epoch, ticket.number, share))
+        seed_cpu(derive_seed("batch", self.seed, ticket.epoch, ticket.number, share))
         try:
             return self.collate_fn(batch[low:high])
         except Exception as error:
@@ -196,7 +196,7 @@ class Reader(Dataset[Any]):
             self._samples, self._epoch, self._next, self._seen, self._digest = None, ticket.epoch, 0, 0, -1
         while True:
             # Seeded by batch, not by rank: every process must see the same stream, at any position.
-            sow(derive_seed("stream", self.seed, self._epoch, self._next))
+            seed_cpu(derive_seed("stream", self.seed, self._epoch, self._next))
             if self._samples is None:
                 set_epoch_of(self.dataset, self._epoch)
                 self._samples = iter(self.dataset)
