@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.host import is_running
-from paceline.core.rank_page import MAGIC, SIZE, VERSION, Page, map_page, real, text, whole
+from paceline.core.rank_page import MAGIC, SIZE, VERSION, Page, field, map_page
 
 FOLDER = "PACELINE_BLACK_BOX"
 """Environment variable with the folder of the black boxes, set by our launcher."""
@@ -59,45 +59,45 @@ class Snapshot(Page):
     If it was read during a write, a time may be wrong.
     """
 
-    rank: int = whole()
-    size: int = whole()
+    rank: int = field("q")
+    size: int = field("q")
     """World size."""
-    host_name: bytes = text(200)
+    host_name: bytes = field("200s")
 
-    phase_index: int = whole()
-    bucket_number: int = whole()
-    since: float = real()
+    phase_index: int = field("q")
+    bucket_number: int = field("q")
+    since: float = field("d")
     """Start of the phase by ``time.monotonic``, the clock of all times here."""
 
-    steps: int = whole()
+    steps: int = field("q")
     """Number of steps that this process has timed, from a forward of Paceline's wrapper to the end of an optimizer
     step."""
-    stepped: float = real()
+    stepped: float = field("d")
     """End of the last timed step; 0.0 before the first."""
-    step: float = real()
+    step: float = field("d")
     """Seconds of the last step."""
-    mean_step: float = real()
+    mean_step: float = field("d")
     """Moving average of the seconds per step, without the first (warm-up) step; 0.0 before the second."""
-    waited: float = real()
+    waited: float = field("d")
     """Seconds that the last step spent in :data:`WAITING` phases."""
-    mean_waited: float = real()
+    mean_waited: float = field("d")
     """Moving average of the seconds waited per step, without the first step."""
-    waited_variance: float = real()
+    waited_variance: float = field("d")
 
-    raised_phase: int = whole()
-    raised_bucket: int = whole()
-    raised_since: float = real()
-    raised_until: float = real()
+    raised_phase: int = field("q")
+    raised_bucket: int = field("q")
+    raised_since: float = field("d")
+    raised_until: float = field("d")
 
-    job_step: int = whole()
+    job_step: int = field("q")
     """Last completed step of the job, including earlier starts, or :data:`UNKNOWN`."""
-    first_step: int = whole()
+    first_step: int = field("q")
     """The step from which this start of the ranks continues."""
 
     @property
     def host(self) -> str:
         """Name of the rank's host."""
-        return self.host_name.decode(errors="replace")
+        return self.host_name.rstrip(b"\0").decode(errors="replace")
 
     @property
     def phase(self) -> str:
@@ -142,10 +142,10 @@ def _bucket(number: int) -> int | None:
 
 
 _MAGIC = Snapshot.area("magic")
-_HEAD = Snapshot.area("version", "pid", "rank", "size", "host_name")
-_PHASE = Snapshot.area("phase_index", "bucket_number", "since")
-_STEP = Snapshot.area("steps", "stepped", "step", "mean_step", "waited", "mean_waited", "waited_variance")
-_RAISED = Snapshot.area("raised_phase", "raised_bucket", "raised_since", "raised_until")
+_HEAD = Snapshot.area("version", "host_name")
+_PHASE = Snapshot.area("phase_index", "since")
+_STEP = Snapshot.area("steps", "waited_variance")
+_RAISED = Snapshot.area("raised_phase", "raised_until")
 _JOB = Snapshot.area("job_step", "first_step")
 
 
@@ -213,14 +213,14 @@ class BlackBox:
         """Context managers of the phases, reused several times in each step."""
         self.bucket = -1
         """Bucket that the next wait is for."""
-        os.register_at_fork(after_in_child=self._leave)
+        os.register_at_fork(after_in_child=self._detach)
         self._map[:] = bytes(SIZE)  # clear the page of the rank's process before a restart
         self.change(LOOP)
         self._write_job(UNKNOWN)
         self._map[_HEAD.place] = _HEAD.pack(VERSION, os.getpid(), rank, size, platform.node().encode()[:200])
         self._map[_MAGIC.place] = _MAGIC.pack(MAGIC)  # written last, because it marks the page as complete
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         """In a forked child, write to private memory, because the page belongs to the parent."""
         self._map = bytearray(SIZE)
 

@@ -9,10 +9,10 @@ the last numbers survive SIGKILL. A rank has two kinds of pages, because they li
                                  checkpoint folder; the launcher keeps it after the rank's end, to plan the restart
 
 The body of each class is the table of the page's fields, in the order in which they stand in memory. To add a field,
-add a line to the table, at the end, or after any field if :data:`VERSION` increases. Nothing else knows its place.
+add a line to the table: at its end, or anywhere if :data:`VERSION` increases. Nothing else knows places or formats.
 
-Every field begins at a multiple of 8 bytes, so a number is never seen half-written. Fields that are written together
-(:meth:`Page.area`) may be read during the write: they are then each valid, but do not belong together.
+Every number begins at a multiple of 8 bytes and is copied as a whole, so no reader sees half of it. Fields that are
+written together (:meth:`Page.area`) may be read during the write; then they do not belong together.
 """
 
 from __future__ import annotations
@@ -31,46 +31,28 @@ MAGIC = int.from_bytes(b"PACELINE", "little")
 
 
 class Field:
-    """A place in a page, of `size` bytes; `code` is its format in :mod:`struct`."""
+    """A field of a page; `code` is its format in :mod:`struct`: q for an int, d for a float, 200s for bytes."""
 
-    def __init__(self, code: str, size: int) -> None:
-        self.code, self._size = code, size
+    def __init__(self, code: str) -> None:
+        self.code, form = code, struct.Struct(code)
+        self._size, self._pack, self._unpack_from = form.size, form.pack, form.unpack_from
 
     def __set_name__(self, page: type[Page], name: str) -> None:
         self.place = slice(page.end, page.end + self._size)
-        page.end, self._index = self.place.stop, self.place.start // 8
+        page.end, self._start = self.place.stop, self.place.start
         assert page.end <= SIZE, f"{name} is beyond the end of the page"
 
-
-class _Number(Field):
     def __get__(self, page: Page, kind: type[Page]) -> Any:
-        return page.views[self.code][self._index]
+        return self._unpack_from(page.memory, self._start)[0]
 
-    def __set__(self, page: Page, value: float) -> None:
-        page.views[self.code][self._index] = value
-
-
-class _Bytes(Field):
-    def __get__(self, page: Page, kind: type[Page]) -> bytes:
-        return bytes(page.memory[self.place]).rstrip(b"\0")
-
-    def __set__(self, page: Page, value: bytes) -> None:
-        page.memory[self.place] = value.ljust(self._size, b"\0")
+    def __set__(self, page: Page, value: Any) -> None:
+        # Not pack_into(), which writes zeros first that another process could read.
+        page.memory[self.place] = self._pack(value)
 
 
-def whole() -> Any:
-    """Declare a field that holds an int."""
-    return _Number("q", 8)
-
-
-def real() -> Any:
-    """Declare a field that holds a float."""
-    return _Number("d", 8)
-
-
-def text(size: int) -> Any:
-    """Declare a field that holds at most `size` bytes, a multiple of 8, without zeros at the end."""
-    return _Bytes(f"{size}s", size)
+def field(code: str) -> Any:
+    """Declare a field. A type checker sees the type of its value: ``steps: int = field("q")``."""
+    return Field(code)
 
 
 class Area(NamedTuple):
@@ -86,30 +68,26 @@ class Page:
 
     end: ClassVar[int] = 0
     """Offset after the last field."""
-    magic: int = whole()
+    magic: int = field("q")
     """:data:`MAGIC` once the page has all its fields; 0 before."""
-    version: int = whole()
+    version: int = field("q")
     """:data:`VERSION` of the Paceline that wrote the page."""
-    pid: int = whole()
+    pid: int = field("q")
     """The rank's process."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
-        # Assigning an item of a view stores the whole number with one instruction.
-        self.views: dict[str, memoryview[Any]] = {code: memoryview(memory).cast(code) for code in "qd"}  # type: ignore[call-overload]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Page) and self.memory == other.memory
 
-    __hash__ = None  # type: ignore[assignment]
-
     @classmethod
-    def area(cls, *names: str) -> Area:
-        """Return the area of the fields `names`, which must be consecutive."""
-        fields = [vars(base)[name] for name in names for base in cls.__mro__ if name in vars(base)]
-        form = struct.Struct("".join(field.code for field in fields))
-        place = slice(fields[0].place.start, fields[-1].place.stop)
-        assert form.size == place.stop - place.start, f"{names} are not consecutive"
+    def area(cls, first: str, last: str | None = None) -> Area:
+        """Return the area from the field `first` to the field `last`, by default the same."""
+        table = {n: f for base in reversed(cls.__mro__) for n, f in vars(base).items() if isinstance(f, Field)}
+        place = slice(table[first].place.start, table[last or first].place.stop)
+        codes = [field.code for field in table.values() if place.start <= field.place.start < place.stop]
+        form = struct.Struct("".join(codes))
         return Area(place, form.pack, form.unpack)
 
 

@@ -21,7 +21,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from paceline.core.black_box import FOLDER
-from paceline.core.rank_page import MAGIC, SIZE, VERSION, Page, map_page, real, text, whole, write_page
+from paceline.core.rank_page import MAGIC, SIZE, VERSION, Page, field, map_page, write_page
 
 STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
 """Folders in a job's folder: records of the current and the previous start, rescued checkpoints, and reserved pages, so
@@ -64,35 +64,35 @@ class StepRecord(Page):
         folder: checkpoint folder of a new record.
     """
 
-    _source: int = whole()
-    restored: int = whole()
+    _source: int = field("q")
+    restored: int = field("q")
     """The step that this start resumed from; 0 for the beginning."""
-    redone: int = whole()
+    redone: int = field("q")
     """Number of completed steps of earlier starts that had to be computed again."""
-    prepared: int = whole()
+    prepared: int = field("q")
     """The last step prepared since this start; -1 for none."""
-    completed: int = whole()
+    completed: int = field("q")
     """The last step completed since this start; -1 for none."""
-    is_alone: int = whole()
+    is_alone: int = field("q")
     """1 if the optimizer has stepped although other ranks may not have prepared the step."""
-    has_ended: int = whole()
+    has_ended: int = field("q")
     """1 once the rank has finished training and closed its Checkpointer."""
-    has_exited: int = whole()
+    has_exited: int = field("q")
     """1 once the interpreter is exiting."""
-    pace: float = real()
+    pace: float = field("d")
     """Duration of the last step in seconds; 0 if unknown."""
-    _even_requests: int = whole()
-    _odd_requests: int = whole()
-    _stopping: int = whole()
-    _stop_signal: int = whole()
-    _stop_step: int = whole()
-    is_durable: int = whole()
+    _even_requests: int = field("q")
+    _odd_requests: int = field("q")
+    _stopping: int = field("q")
+    _stop_signal: int = field("q")
+    _stop_step: int = field("q")
+    is_durable: int = field("q")
     """1 once this or an earlier start of the job has saved a step to the checkpoint folder."""
-    has_lost_save: int = whole()
+    has_lost_save: int = field("q")
     """1 once a due save has failed."""
-    virtual_ranks: int = whole()
+    virtual_ranks: int = field("q")
     """Number of virtual ranks, which the number of ranks must divide; 0 for none."""
-    _folder: bytes = text(_LONGEST_FOLDER)
+    _folder: bytes = field(f"{_LONGEST_FOLDER}s")
 
     def __init__(self, path: Path, *, make: bool = False, folder: Path | None = None) -> None:
         if make:
@@ -117,7 +117,7 @@ class StepRecord(Page):
     @property
     def folder(self) -> Path | None:
         """The checkpoint folder; None if its path is too long for the record."""
-        return Path(os.fsdecode(self._folder)) if self._folder else None
+        return Path(os.fsdecode(path)) if (path := self._folder.rstrip(b"\0")) else None
 
     @property
     def source(self) -> str | None:
