@@ -100,23 +100,3 @@ def evaluate_on_rank_0(world: World) -> None:
 
 def test_evaluation_on_rank_0_needs_no_other_rank(pools: Pools) -> None:
     pools.run(2, evaluate_on_rank_0)
-
-
-def train_in_eval_mode(world: World) -> None:
-    """Fine-tune with frozen statistics: buffers are not broadcast, gradients are averaged."""
-    torch.manual_seed(0)
-    module = Normed().eval()
-    twin = copy.deepcopy(module)
-    model = DistributedDataParallel(module).eval()
-    for step in range(3):
-        x, y = global_batch(step, 4 * world.size)
-        mine = slice(4 * world.rank, 4 * world.rank + 4)
-        loss_of(model, x[mine], y[mine], 1).backward()
-        loss_of(twin, x, y, 1).backward()
-        same_gradients(module, twin)
-        model.zero_grad()
-        twin.zero_grad()
-
-
-def test_training_in_eval_mode_equals_one_process(pools: Pools) -> None:
-    pools.run(2, train_in_eval_mode)

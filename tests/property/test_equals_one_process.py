@@ -350,26 +350,6 @@ def test_gan_with_a_frozen_discriminator(pools: Pools) -> None:
     pools.run(2, train_gan)
 
 
-def train_sum(world: World) -> None:
-    """Train two models with a joint loss, with a different order of forwards and backwards on each rank."""
-    left, right = Pair(world), Pair(world)
-    for step in range(4):
-        mine, whole = left.batch(step)
-        for which, (x, y) in (("model", mine), ("twin", whole)):
-            a, b = getattr(left, which), getattr(right, which)
-            outputs = [a(x), b(x)] if world.rank else [b(x), a(x)][::-1]
-            terms = [mean_loss(out, y) for out in outputs]
-            if world.rank:
-                terms = terms[::-1]
-            (terms[0] + terms[1]).backward()
-        left.step(f"left {step}")
-        right.step(f"right {step}")
-
-
-def test_joint_loss_of_two_models_in_a_different_order_on_each_rank(pools: Pools) -> None:
-    pools.run(3, train_sum)
-
-
 # -- freezing ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -176,3 +177,26 @@ def compress_shards(world: World) -> None:
 
 def test_shards_are_not_compressed(pools: Pools) -> None:
     pools.run(4, compress_shards)
+
+
+def join_with_shards(world: World) -> None:
+    """Take one more step on rank 1 than on rank 0, inside ``join``."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    module = Block()
+    by_columns_and_rows(module, mesh["tensor"])
+    model = DistributedDataParallel(module, device_mesh=mesh["data"])
+    optimizer = make_optimizer("sgd", model)
+    with model.join():
+        for step in range(1 + world.rank):
+            summed_loss(model(batch_of(step + 10 * world.rank, 2)[0], True), batch_of(step, 2)[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    mine = module.up.weight.to_local().detach()
+    values = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(values, mine)
+    assert torch.equal(*values)
+
+
+def test_sharded_parameters_are_equal_after_join(pools: Pools) -> None:
+    pools.run(2, join_with_shards)

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from paceline.core import torch_internals
+from paceline.ddp import arrivals as many
+from paceline.ddp.arrivals import copy_into, grads_are_none
 from paceline.ddp.buckets import Bucket, arrival_order, assign, overlap
 
 
@@ -47,15 +51,6 @@ def test_arrival_order(observed: list[int], count: int, expected: list[int]) -> 
     assert arrival_order(observed, count) == expected
 
 
-def test_views_fill_the_bucket_in_order_without_gaps() -> None:
-    parameters = [torch.zeros(2, 3), torch.zeros(()), torch.zeros(4)]
-    bucket = Bucket.allocate([2, 0, 1], parameters)
-    bucket.flat.copy_(torch.arange(11.0))
-    assert bucket.flat.numel() == 11
-    assert [view.reshape(-1).tolist() for view in bucket.views] == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [10]]
-    assert [view.shape for view in bucket.views] == [parameters[i].shape for i in (2, 0, 1)]
-
-
 @pytest.mark.parametrize(
     ("parameter", "keeps_strides"),
     [
@@ -74,13 +69,6 @@ def test_view_keeps_the_strides_of_a_dense_parameter(parameter: torch.Tensor, ke
     assert (view.stride() == parameter.stride()) or not keeps_strides
     view.copy_(torch.arange(float(view.numel())).view(view.shape))
     assert torch.equal(view, torch.arange(float(view.numel())).view(view.shape))
-
-
-def test_buckets_do_not_share_memory() -> None:
-    parameters = [torch.zeros(3), torch.zeros(3)]
-    first, second = Bucket.allocate([0], parameters), Bucket.allocate([1], parameters)
-    first.views[0].fill_(1)
-    assert second.flat.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -102,3 +90,49 @@ def test_each_bucket_waits_for_the_previous_one(
 ) -> None:  # fmt: skip
     timeline = overlap(backward, reduce, when_full)
     assert (timeline.begin, timeline.end, timeline.exposed) == (begin, end, exposed)
+
+
+# -- copying gradients into a bucket -----------------------------------------------------------------------------------
+
+
+def parameters(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
+    created = [nn.Parameter(torch.zeros(2)) for _ in gradients]
+    for parameter, gradient in zip(created, gradients, strict=True):
+        parameter.grad = gradient
+    return created
+
+
+ONE, SPARSE = torch.ones(2), torch.ones(2).to_sparse()
+
+
+@pytest.mark.parametrize("large", [1, 2**20])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("gradients", "are_copied"),
+    [
+        ([ONE], True),
+        ([ONE, torch.zeros(2)], True),
+        ([ONE, None], False),
+        ([None], False),
+        ([ONE, SPARSE], False),
+        ([ONE, torch.ones(2).to_mkldnn()], False),
+        ([ONE, torch.ones(3)], False),
+    ],
+)
+def test_gradients_are_copied_together_only_if_all_are_present_dense_and_fitting(
+    monkeypatch: pytest.MonkeyPatch,
+    gradients: list[torch.Tensor | None],
+    are_copied: bool,
+    factor: float,
+    large: int,
+) -> None:
+    for module in (torch_internals, many):
+        monkeypatch.setattr(module, "LARGE", large)
+    fit = [gradient is not None and gradient.shape == (2,) and not gradient.is_mkldnn for gradient in gradients]
+    created = parameters(*(gradient if fits else None for gradient, fits in zip(gradients, fit, strict=True)))
+    bucket = Bucket.allocate(list(range(len(created))), created)
+    bucket.prescale = factor
+    assert copy_into(bucket, gradients, created) is are_copied
+    if are_copied:
+        assert bucket.flat.tolist() == [factor * value for gradient in gradients for value in gradient.tolist()]
+    assert grads_are_none(created) is (are_copied or gradients == [None])

@@ -1,7 +1,11 @@
-"""An ordinary step runs only the collectives of its buckets; all ranks still learn of a surprise on one rank."""
+"""What ranks tell each other about a step: digests, control blocks, and messages inside ``join``.
+
+An ordinary step runs only the collectives of its buckets; all ranks still learn of a surprise on one rank.
+"""
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,14 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from insides import channel_of
+from paceline.core.data_position import Origin
 from paceline.core.spans import recorder
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.control_block import ControlBlock
+from paceline.ddp.control_block import ControlBlock, Status
 from paceline.ddp.digest import StatusDigest, width
 from paceline.ddp.exchange import USUAL_STEPS
-from paceline.ddp.weights import UNWEIGHTED, WEIGHTED
-from paceline.errors import DesyncError
+from paceline.ddp.joined_steps import Event, Message, decode, encode, event_number
+from paceline.ddp.weights import UNWEIGHTED, WEIGHTED, compute_scale
+from paceline.errors import DesyncError, NonFiniteGradient, UsageError
 from twins import Pools
 
 SIZE = 3
@@ -258,3 +264,173 @@ def test_backward_through_a_frozen_module_launches_no_collectives(pools: Pools) 
     # Like a discriminator in the generator's step.
     for launched in pools.run(2, train_partly_frozen):
         assert launched == [0, 4] * 3
+
+
+# -- control blocks ----------------------------------------------------------------------------------------------------
+
+
+NAMES = ["a", "b.weight", "b.bias"]
+NOTHING: tuple[list[int], list[int], list[int]] = ([], [], [])
+
+
+def exchange(*ranks: tuple[list[int], list[int], list[int], Status]) -> list[ControlBlock]:
+    """Return blocks after the sum over ranks; each rank passes absent, non-finite, late and status."""
+    blocks = [ControlBlock(NAMES, rank, len(ranks)) for rank in range(len(ranks))]
+    total = torch.stack([block.fill(*mine).clone() for block, mine in zip(blocks, ranks, strict=True)]).sum(0)
+    for block in blocks:
+        block.vector.copy_(total)
+    return blocks
+
+
+def statuses(*status: Status) -> list[ControlBlock]:
+    return exchange(*[(*NOTHING, rank_status) for rank_status in status])
+
+
+def messages(blocks: list[ControlBlock], kind: type[Exception] = DesyncError) -> list[str]:
+    result = []
+    for block in blocks:
+        with pytest.raises(kind) as caught:
+            block.check(block.statuses())
+        result.append(str(caught.value))
+    return result
+
+
+def test_every_rank_reads_all_reports() -> None:
+    given = [Status(3, 2, 2.5, WEIGHTED, 0, False), Status(4, 5, 0.0, 0, 0, True), Status()]
+    for block in statuses(*given):
+        assert block.statuses() == given
+
+
+def test_equal_ranks_pass_the_check() -> None:
+    status = Status(forwards=5, optimizer_steps=4, weighting=WEIGHTED)
+    for block in statuses(status, Status(**{**vars(status), "weight": 7.0})):
+        block.check(block.statuses())
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "expected"),
+    [
+        ("forwards",        [2, 1, 1], "rank 0 has 2, ranks 1, 2 have 1 steps with a forward pass in training mode"),
+        ("optimizer_steps", [3, 3, 4], "ranks 0, 1 have 3, rank 2 has 4 optimizer steps"),
+    ],
+)  # fmt: skip
+def test_a_difference_names_ranks_and_values_on_every_rank(field: str, values: list[int], expected: str) -> None:
+    for message in messages(statuses(*[Status(**{field: value}) for value in values])):
+        assert message.startswith(f"ranks differ: {expected}; ")
+
+
+def test_unweighted_ranks_are_named() -> None:
+    weighed, not_weighed = Status(weighting=WEIGHTED), Status(weighting=UNWEIGHTED)
+    for message in messages(statuses(weighed, not_weighed, Status())):
+        assert re.search(r"rank 1 averaged gradients computed outside model\.weight\(\)", message)
+
+
+def test_non_finite_names_ranks_and_parameters() -> None:
+    blocks = exchange(([], [1], [], Status()), ([], [], [], Status()), ([], [1, 2], [], Status()))
+    for message in messages(blocks, NonFiniteGradient):
+        assert "on ranks 0, 2, in 'b.weight', 'b.bias' (2 of 3 parameters)" in message
+
+
+@pytest.mark.parametrize(
+    ("weights", "weighting", "expected"),
+    [
+        ([0, 0],       [UNWEIGHTED, UNWEIGHTED], 1 / 2),
+        ([0, 0, 0],    [0, 0, 0],                1 / 3),
+        ([3, 5],       [WEIGHTED, WEIGHTED],     1 / 8),
+        ([3, 0],       [WEIGHTED, 0],            1 / 3),
+        ([0, 0],       [WEIGHTED, WEIGHTED],     0.0),
+        ([0.5, 0.25],  [WEIGHTED, WEIGHTED],     1 / 0.75),
+    ],
+)  # fmt: skip
+def test_scale(weights: list[float], weighting: list[int], expected: float) -> None:
+    pairs = list(zip(weights, weighting, strict=True))
+    assert compute_scale(pairs) == pytest.approx(expected, rel=1e-15)
+
+
+ORIGIN = Origin(*(2**52 + number for number in range(len(Origin._fields))))
+
+
+def test_every_status_field_is_transmitted() -> None:
+    """A new field must survive the conversion to float64; its default determines its type."""
+    for name, default in vars(Status()).items():
+        value: Any = (not default) if isinstance(default, bool) else default + 3 if name != "data" else ORIGIN
+        if name in ("non_finite", "idle"):
+            continue  # counted by the block itself
+        (block, _) = statuses(Status(**{name: value}), Status())
+        assert getattr(block.statuses()[0], name) == value
+        assert type(getattr(block.statuses()[0], name)) is type(default)
+
+
+@pytest.mark.parametrize("section", range(4), ids=["absent", "non-finite", "late", "sparse"])
+def test_a_step_is_usual_only_if_no_rank_reports_a_parameter(section: int) -> None:
+    """Shortcuts for usual steps are disabled once any rank has something to report, and used again afterwards."""
+    blocks = [ControlBlock(NAMES, rank, 2) for rank in range(2)]
+
+    def is_usual(*marked: int) -> bool:
+        """Return whether a step counts as usual if rank 1 reports the parameters `marked`."""
+        mine: list[list[int]] = [[], [], [], []]
+        mine[section] = list(marked)
+        absent, unclean, late, sparse = mine
+        parts = blocks[0].fill([], [], [], Status()), blocks[1].fill(absent, unclean, late, Status(), sparse)
+        total = parts[0] + parts[1]
+        for block in blocks:
+            block.vector.copy_(total)
+        assert blocks[0].is_usual() == blocks[1].is_usual()
+        return blocks[0].is_usual()
+
+    assert [is_usual(), is_usual(2), is_usual()] == [True, False, True]
+
+
+def test_equal_reports_of_a_usual_step_are_read_unchanged() -> None:
+    given = Status(3, 2, 1, 7, 2.5, WEIGHTED, data=ORIGIN)
+    for block in statuses(given, given, given):
+        assert block.statuses() == [given] * 3
+        block.check(block.statuses())
+
+
+def test_mixed_weighting_is_reported_even_if_all_ranks_agree() -> None:
+    both = Status(weighting=WEIGHTED | UNWEIGHTED)
+    for message in messages(statuses(both, both)):
+        assert re.search(r"ranks 0, 1 averaged gradients computed outside model\.weight\(\)", message)
+
+
+def test_block_works_the_same_without_the_arrival_order() -> None:
+    block = ControlBlock(NAMES, 0, 1)
+    block.fill([], [], [], Status(forwards=1), (), [2, 0, 1])
+    assert block.order() == [2, 0, 1]
+    block.forget_order()
+    assert block.fill([1], [], [], Status(forwards=2)).tolist()[:3] == [1, 0, 1]
+    assert (block.absent_everywhere(), block.statuses()[0].forwards) == ([1], 2)
+
+
+# -- messages inside join ----------------------------------------------------------------------------------------------
+
+
+BACKWARD, LAYER = Message(Event.BACKWARD), Message(Event.LAYER, 3, 17)
+WRAPPER = event_number("12")
+
+
+def maximum(*messages: Message | None, wrappers: list[int] | None = None) -> Tensor:
+    """Simulate the collective on the messages of all ranks."""
+    size = len(messages)
+    wrappers = wrappers or [WRAPPER] * size
+    rows = [encode(message, wrappers[rank], rank, size) for rank, message in enumerate(messages)]
+    return torch.tensor(rows).amax(0)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ((BACKWARD, Message(Event.LOCAL)), "BACKWARD and LOCAL"),
+        ((LAYER, None, Message(Event.LAYER, 2, 17)), "LAYER of layer 2 and LAYER of layer 3"),
+        ((Message(Event.LAYER, 1, 5), Message(Event.LAYER, 1, 6)), "LAYER of layer 1 and LAYER of layer 1"),
+    ],
+)
+def test_conflicting_messages_raise_desync_error(messages: tuple[Message | None, ...], words: str) -> None:
+    with pytest.raises(DesyncError, match=words):
+        decode(maximum(*messages))
+
+
+def test_overlapping_steps_of_two_wrappers_are_refused() -> None:
+    with pytest.raises(UsageError, match="one wrapper's step began before another's had ended"):
+        decode(maximum(BACKWARD, None, wrappers=[WRAPPER, event_number("13")]))

@@ -1,4 +1,7 @@
-"""Weights that depend on each rank's own samples are refused by name; equal changes are allowed."""
+"""Replicas that would drift apart are refused by name: weights that depend on local samples, and optimizer settings.
+
+Equal changes are allowed.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,24 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
 
+from models import chain
+from paceline.core.digests import PIECE, quick_digest
 from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.ddp.replica_check import drift
 from paceline.errors import ReplicaMismatch, UsageError, WrongComputation
+from paceline.optim import ShardedOptimizer
 from paceline.testing import assert_replicas_equal
 from ranks import RankFailed
 from twins import Pools
@@ -255,21 +266,6 @@ def test_embedding_with_max_norm_is_refused_unless_ignored(pools: Pools, kind: A
     pools.run(1, wrap_lookup, kind, {"virtual_ranks": 2})
 
 
-def test_advised_rescaling_after_the_step_equals_max_norm() -> None:
-    torch.manual_seed(0)
-    advised, limited = nn.Embedding(5, 3), nn.Embedding(5, 3, max_norm=1.0)
-    advised.weight.data = torch.renorm(advised.weight.data, 2, 0, 1)
-    limited.load_state_dict(advised.state_dict())
-    for _ in range(3):
-        for layer in (advised, limited):
-            layer(torch.tensor([0, 2, 2])).sum().backward()
-            layer.weight.data.add_(layer.weight.grad)  # type: ignore[arg-type]
-            layer.weight.grad = None
-        advised.weight.data.copy_(torch.renorm(advised.weight.data, 2, 0, 1))
-    limited(torch.arange(5))  # rescales the rows
-    torch.testing.assert_close(advised.weight, limited.weight)
-
-
 def warnings_of(world: World, kind: Any) -> list[tuple[str, str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -371,3 +367,217 @@ def test_gradient_averaged_by_no_wrapper_is_refused(pools: Pools, how: str) -> N
 @pytest.mark.parametrize("how", ["ignored", "averaged by hand", "other backward"])
 def test_rank_local_parameters_and_manual_averages_are_allowed(pools: Pools, how: str) -> None:
     assert pools.run(2, train_outside, how) == ["", ""]
+
+
+# -- optimizer settings ------------------------------------------------------------------------------------------------
+
+
+Make = Callable[[nn.Module, int], Optimizer]
+
+
+def adamw(net: nn.Module, rank: int, **options: Any) -> Optimizer:
+    return AdamW(net.parameters(), **{"lr": 0.01} | options)
+
+
+def with_local_group(net: nn.Module, rank: int) -> Optimizer:
+    local = {"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 * (rank + 1)}
+    return SGD([{"params": list(net.parameters())}, local], lr=0.01)
+
+
+def with_key_of_the_program(net: nn.Module, rank: int) -> Optimizer:
+    return SGD([{"params": list(net.parameters()), "rank": rank}], lr=0.01)
+
+
+def in_groups(net: Any, rank: int, last: float = 0.01) -> Optimizer:
+    groups: list[dict[str, Any]] = [{"params": net[:2].parameters()}, {"params": net[2].parameters(), "lr": last}]
+    return SGD(groups[::-1] if rank else groups, lr=0.01)
+
+
+DIFFERENT: dict[str, tuple[Make, str, Any, str]] = {
+    "lr": (adamw, "lr", 0.02, "rank 0 has 0.01, rank 1 has 0.02 as lr in group 0 of AdamW"),
+    "betas": (adamw, "betas", (0.8, 0.9), "rank 1 has (0.8, 0.9) as betas in group 0"),
+    "lr in a tensor": (lambda net, rank: adamw(net, rank, lr=torch.tensor(0.5)), "lr", 0.25, "rank 1 has 0.25 as lr"),
+    "lr of different groups": (in_groups, "lr", 0.5, "rank 0 has 0.01, rank 1 has 0.5 as lr in group 1 of SGD"),
+    "lr from NumPy": (adamw, "lr", np.float32(0.5), "rank 1 has 0.5 as lr"),
+    "sharded": (lambda net, _: ShardedOptimizer(net.parameters(), SGD, lr=0.5), "lr", 0.25, "rank 1 has 0.25 as lr"),
+}
+LEGITIMATE: dict[str, Make] = {
+    "equal": adamw,
+    "a local parameter group": with_local_group,
+    "a user-defined key": with_key_of_the_program,
+    "numbers of other types": lambda net, rank: adamw(net, rank, lr=1, betas=(0.5, np.float64(0.5) if rank else 0.5)),
+    "groups in another order": lambda net, rank: in_groups(net, rank, last=0.02),
+    "sharded by hand": lambda net, rank: SGD(net[rank].parameters(), lr=0.01 * (rank + 1)),  # type: ignore[index]
+}
+
+
+def steps_until_refused(world: World, case: str) -> tuple[int, str, bool]:
+    make, name, value, _ = DIFFERENT.get(case) or (LEGITIMATE[case], "", None, "")
+    net = chain(3, 4, 4, 2)
+    model = DistributedDataParallel(net, check_replicas_every=100)
+    optimizer = make(nn.Sequential(*(part for part in net if isinstance(part, nn.Linear))), world.rank)
+    for step in range(12):
+        asked = model._replica.ledger.settings.comparisons_left
+        try:
+            model(torch.ones(2, 3)).sum().backward()
+        except ReplicaMismatch as error:
+            return step, str(error), True
+        optimizer.step()
+        optimizer.zero_grad()
+        if name and step == 2 and world.rank == 1:
+            group = optimizer.param_groups[0]
+            if isinstance(group[name], torch.Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = value
+    return 12, "", asked != model._replica.ledger.settings.comparisons_left
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_differing_setting_is_named_before_it_is_used(pools: Pools, case: str) -> None:
+    """A differing learning rate used to be detected many steps later, and without its name."""
+    for step, text, _ in pools.run(2, steps_until_refused, case):
+        assert step == 3
+        assert DIFFERENT[case][-1] in text
+
+
+@pytest.mark.parametrize("case", LEGITIMATE)
+def test_legitimate_differences_in_settings_are_allowed(pools: Pools, case: str) -> None:
+    for step, _, asks in pools.run(2, steps_until_refused, case):
+        assert step == 12
+        assert not asks, "the ranks still exchange their settings"
+
+
+def train_with_two_classes(world: World) -> str:
+    net = chain(3, 4, 2)
+    model = DistributedDataParallel(net)
+    optimizer = (SGD, AdamW)[world.rank](net.parameters(), lr=0.1, weight_decay=0.0)
+    for _ in range(5):
+        try:
+            model(torch.ones(2, 3)).sum().backward()
+        except ReplicaMismatch as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ""
+
+
+def test_replicas_are_compared_when_settings_cannot_be(pools: Pools) -> None:
+    assert all("has different bits on rank 1" in text for text in pools.run(2, train_with_two_classes))
+
+
+# -- the replica check -------------------------------------------------------------------------------------------------
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from([1, 2, 3, 7, 8, 1000, 2 * PIECE + 5]), st.data())
+def test_one_flipped_bit_always_changes_the_digest(dtype: torch.dtype, count: int, data: Any) -> None:
+    tensor = torch.arange(count).to(dtype)
+    before = int(quick_digest(tensor))
+    bytes_ = torch.view_as_real(tensor).view(-1).view(torch.uint8) if dtype.is_complex else tensor.view(torch.uint8)
+    at = data.draw(st.integers(0, len(bytes_) - 1))
+    bytes_[at] ^= 1 << data.draw(st.integers(0, 7))
+    assert int(quick_digest(tensor)) != before
+
+
+@given(st.integers(2, 5000), st.data())
+def test_swapping_values_changes_the_digest(count: int, data: Any) -> None:
+    powers = 2.0 ** (torch.arange(count) % 200 - 100)  # differ only in high bits
+    first, second = data.draw(st.tuples(*[st.integers(0, count - 1)] * 2))
+    swapped = powers.clone()
+    swapped[[first, second]] = powers[[second, first]]
+    same = bool(torch.equal(powers, swapped))
+    assert (int(quick_digest(powers)) == int(quick_digest(swapped))) == same
+
+
+def test_digest_depends_only_on_the_elements() -> None:
+    tensor = torch.randn(6, 5)
+    digest = int(quick_digest(tensor))
+    assert int(quick_digest(tensor.t().contiguous().t())) == digest
+    shifted = torch.randn(31)
+    shifted[1:] = tensor.view(-1)
+    assert int(quick_digest(shifted[1:].view(6, 5))) == digest  # not aligned to a word
+    assert int(quick_digest(torch.zeros(0))) == 0
+
+
+def test_majority_is_assumed_correct() -> None:
+    names = ["a", "b"]
+    assert drift(names, [[2, 3]] * 3, 7) is None
+    message = drift(names, [[5, 3], [2, 3], [2, 3]], 7)
+    assert message is not None
+    assert "after optimizer step 7, parameter 'a' has different bits on rank 0 than on rank 1" in message
+    both = drift(names, [[2, 3], [6, 4]], 7)
+    assert both is not None
+    assert "parameter 'a' (and 1 more) has different bits on rank 1 than on rank 0" in both
+
+
+def train(world: World, every: int, change: str, rank: int) -> tuple[str, int]:
+    """Train 10 steps, with a change on one rank before the 4th; return the error and its step."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = DistributedDataParallel(module, check_replicas_every=every, forward_sync_buffers=change != "statistics")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(10):
+        if step == 3 and world.rank == rank:
+            corrupt(change, module, optimizer)
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + world.rank))
+        optimizer.zero_grad()
+        try:
+            model(x).sin().sum().backward()
+        except ReplicaMismatch as error:
+            return str(error), step
+        optimizer.step()
+    return "", step
+
+
+def corrupt(change: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if "added" in change:
+        module.register_parameter("added", nn.Parameter(torch.ones(2), requires_grad=False))
+    if "bit" in change:
+        module[0].weight.data.view(torch.int32)[1, 2] ^= 1
+    elif change == "swap":
+        module[2].weight.data[:] = module[2].weight.data.flip(0)
+    elif change == "state":
+        optimizer.state[module[2].bias]["exp_avg"].view(torch.int32)[0] ^= 1 << 22  # the effect of a low bit would fade
+
+
+@pytest.mark.parametrize(
+    ("change", "parameter", "every", "detected"),
+    [
+        ("bit", "parameter '0.weight'", 1, 3),
+        ("added, bit", "parameter '0.weight'", 1, 3),
+        ("swap", "parameter '2.weight'", 2, 4),
+        ("state", "parameter '2.bias'", 5, 5),
+    ],
+)
+def test_a_flipped_bit_is_found_within_the_interval_on_every_rank(
+    pools: Pools, change: str, parameter: str, every: int, detected: int
+) -> None:
+    for message, step in pools.run(2, train, every, change, 1):
+        assert step == detected
+        assert parameter in message
+        assert f"after optimizer step {detected}" in message
+        assert "on rank 1 than on rank 0" in message
+
+
+def test_odd_one_out_of_three_ranks_is_named(pools: Pools) -> None:
+    for message, _ in pools.run(3, train, 1, "bit", 0):
+        assert "has different bits on rank 0 than on rank 1" in message
+
+
+@pytest.mark.parametrize("change", ["nothing", "statistics", "added"])
+def test_no_false_alarm(pools: Pools, change: str) -> None:
+    """Running statistics differ without a broadcast; a frozen parameter may exist on only one rank."""
+    assert pools.run(2, train, 2, change, 1) == [("", 9)] * 2
+
+
+def wrap_with_invalid_intervals(world: World) -> None:
+    for value in (0, -1, 1.5, True):
+        with pytest.raises(UsageError, match="check_replicas_every must be"):
+            DistributedDataParallel(nn.Linear(1, 1), check_replicas_every=value)
+
+
+def test_check_interval_must_be_a_positive_integer(pools: Pools) -> None:
+    pools.run(1, wrap_with_invalid_intervals)

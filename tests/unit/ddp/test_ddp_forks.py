@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from forked import REAL_END
 from insides import channel_of, storage_of
@@ -191,37 +190,6 @@ def write_in_child(world: World) -> None:
 def test_gradient_writes_in_a_child_do_not_reach_the_ranks(either: Pools) -> None:
     # Gradients are in memory that a fork shares.
     either.run(2, write_in_child)
-
-
-class Examples(Dataset[Any]):
-    """Holds the model, like a dataset that computes features, and drops it in the worker."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.model: DistributedDataParallel | None = model
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        self.model = None
-        gc.collect()
-        return index
-
-
-def train_with_loader(world: World) -> None:
-    model = make_trained_model()
-    loader = DataLoader(
-        Examples(model), num_workers=2, persistent_workers=True, multiprocessing_context="fork", timeout=HANGS_S
-    )
-    Cycle(make_trained_model())
-    for _ in range(2):
-        assert sorted(batch.item() for batch in loader) == list(range(8))
-        step(model)
-
-
-@pytest.mark.slow
-def test_persistent_workers_may_drop_a_model_held_by_their_dataset(either: Pools) -> None:
-    either.run(2, train_with_loader)
 
 
 def communicate_in_child(world: World) -> None:

@@ -353,9 +353,3 @@ def test_late_reading_starts_after_a_usual_step_and_pauses_after_a_surprise() ->
         allowed.append(reading_late.is_allowed)
         reading_late.note(is_usual=usual)
     assert allowed == [False, True, True, *[False] * USUAL_STEPS, True]
-
-
-def test_no_late_reading_when_blocks_travel_with_gradients() -> None:
-    reading_late = LateReading(is_wanted=False, patience=0)
-    reading_late.note(is_usual=True)
-    assert not reading_late.is_allowed

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
+from device_watch import queued_operations
 from paceline.ddp.backward import tensors_in
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.options import capacities
@@ -111,73 +111,12 @@ def test_bucket_capacity_must_be_positive(cap: Any, caps: Any) -> None:
         capacities(cap, caps)
 
 
-# -- weights on a GPU -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def numbers_read(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Treat tensors as GPU tensors; return the numbers that the host has waited for."""
-    numbers: list[float] = []
-
-    def read_later(number: torch.Tensor) -> Callable[[], float]:
-        def read() -> float:
-            numbers.append(float(number))
-            return numbers[-1]
-
-        return read
-
-    monkeypatch.setattr("paceline.ddp.weights.is_queued", lambda _: True)
-    monkeypatch.setattr("paceline.ddp.weights.read_later", read_later)
-    return numbers
-
-
-def test_gpu_weight_is_read_only_when_the_rank_reports(numbers_read: list[float]) -> None:
-    """Otherwise ``model.weight(count)`` would block the host until the GPU has computed the count."""
-    ledger = Ledger()
-    for _ in range(LOOKS):  # first steps check each weight for a mean loss
-        with ledger.weigh(1):
-            ledger.blocks.forward_ended()
-            ledger.backward_began()
-    ledger.synchronized()
-    for weight in (torch.tensor(2), torch.tensor([3.5]), 1):
-        with ledger.weigh(weight):
-            ledger.blocks.forward_ended()
-            ledger.backward_began()
-        assert ledger.is_weight_pending
-    assert numbers_read == []
-    assert ledger.report(1).weight == 6.5
-    assert numbers_read == [2, 3.5]
-    ledger.synchronized()
-    assert ledger.report(1).weight == 0
-
-
-def test_gpu_weights_of_dropped_backwards_are_left_out(numbers_read: list[float]) -> None:
-    ledger = Ledger()
-    with ledger.weigh(torch.tensor(2.0)):
-        ledger.backward_began()
-    with pytest.raises(ZeroDivisionError), ledger.weigh(torch.tensor(4.0)):  # noqa: PT012
-        ledger.backward_began()
-        raise ZeroDivisionError
-    assert ledger.report(1).weight == 2
-    with ledger.weigh(torch.tensor(8.0)):
-        ledger.backward_began()
-    ledger.contributes_nothing(counted=True)
-    assert ledger.report(1).weight == 0
-    ledger.local_tasks = [0]
-    with ledger.weigh(torch.tensor(16.0)):
-        ledger.backward_began()
-    with ledger.weigh(torch.tensor(32.0)):
-        ledger.backward_began()
-        ledger.forget_dropped([], in_backward=True)
-    assert ledger.report(1).weight == 32
-
-
-def test_invalid_gpu_weight_is_refused_when_the_rank_reports(numbers_read: list[float]) -> None:
+def test_invalid_gpu_weight_is_refused_when_the_rank_reports() -> None:
     ledger = Ledger()
     for _ in range(LOOKS):  # first steps check each weight for a mean loss
         with ledger.weigh(1):
             ledger.backward_began()
-    with ledger.weigh(torch.tensor(float("nan"))):
+    with queued_operations(), ledger.weigh(torch.tensor(float("nan"))):
         ledger.backward_began()
     with pytest.raises(UsageError, match="finite number >= 0"):
         ledger.report(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from itertools import chain
@@ -15,12 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
-from deep import TINY, Deep, data
+from deep import Deep
 from paceline.core.world import World
 from paceline.data import GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, gather_for_metrics, mean_over_ranks
 from paceline.errors import UsageError
-from twins import Pools, same_gradients
+from twins import Pools
 
 # -- accumulate --------------------------------------------------------------------------------------------------------
 
@@ -143,26 +142,6 @@ def close_abandoned_loop(world: World) -> list[bool]:
 def test_closing_an_abandoned_loop_does_not_affect_another(pools: Pools) -> None:
     """If one rank alone kept a reference to it, that rank synchronized in the middle of a window."""
     assert pools.run(1, close_abandoned_loop) == [[False, False, False, True]]
-
-
-def clipped(world: World, norm_type: float) -> None:
-    torch.manual_seed(0)
-    module = Deep()
-    twin = copy.deepcopy(module)
-    model = DistributedDataParallel(module, bucket_cap_mb=TINY)
-    model(data(world.rank, 0)).sum(1).mean().backward()
-    twin(torch.cat([data(rank, 0) for rank in range(world.size)])).sum(1).mean().backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
-    other = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type)
-    torch.testing.assert_close(norm, other, rtol=1e-12, atol=0)
-    same_gradients(module, twin)
-    clipped = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()], norm_type)
-    torch.testing.assert_close(clipped.item(), 0.1, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping_equals_one_process(pools: Pools, norm_type: float) -> None:
-    pools.run(3, clipped, norm_type)
 
 
 # -- gather_for_metrics ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``mixed_precision``: low precision inside, full precision outside."""
+"""``mixed_precision``, and gradients that are too large or not finite."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 from insides import storage_of
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import UsageError
+from paceline.errors import NonFiniteGradient, UsageError
 from twins import Pools
 
 
@@ -91,3 +92,80 @@ def use_unsupported_policies(world: World) -> None:
 
 def test_unsupported_policies_are_refused(pools: Pools) -> None:
     pools.run(2, use_unsupported_policies)
+
+
+# -- large and nonfinite numbers ---------------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """Backward launches a small gradient; the larger one, multiplied by `late`, arrives afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor, late: float = 1.0) -> Tensor:
+        large = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        return late * large + checkpoint(self.layer, 0.01 * x, use_reentrant=True)
+
+
+def large_and_late(_: World) -> float:
+    model = DistributedDataParallel(Twice(), reduce_dtype=torch.float16)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((1, 1), 40000.0)).sum().backward()
+    return float(model.module.layer.weight.grad)
+
+
+def test_late_gradients_in_half_precision_do_not_overflow_in_the_sum(pools: Pools) -> None:
+    assert pools.run(2, large_and_late) == pytest.approx([40400.0] * 2, rel=1e-3)
+
+
+def large_fp16_gradient(world: World) -> float:
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False).half())
+    model(torch.full((1, 1), 40000.0).half()).sum().backward()
+    return float(model.module.weight.grad)
+
+
+def test_the_mean_of_large_fp16_gradients_does_not_overflow(pools: Pools) -> None:
+    assert pools.run(2, large_fp16_gradient) == [40000.0, 40000.0]
+
+
+def late_nan(world: World) -> str:
+    model = DistributedDataParallel(Twice(), check_finite=True)
+    for _ in range(3):
+        model(torch.ones(1, 1)).sum().backward()
+        model.zero_grad()
+    loss = model(torch.ones(1, 1), late=float("nan") if world.rank == 1 else 1.0).sum()
+    with pytest.raises(NonFiniteGradient) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+def test_late_nonfinite_gradient_is_detected(pools: Pools) -> None:
+    for message in pools.run(2, late_nan):
+        assert "rank 1" in message
+
+
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
+
+    def forward(self, scale: float) -> Tensor:
+        return scale * torch.view_as_real(self.weight.conj().resolve_conj()).sum()
+
+
+def conjugated(world: World) -> list[complex]:
+    model = DistributedDataParallel(Conjugated(), check_finite=True)
+    model(1.0).backward()
+    values: list[complex] = model.module.weight.grad.tolist()
+    model.zero_grad()
+    with pytest.raises(NonFiniteGradient):
+        model(float("nan")).backward()
+    return values
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_lazily_conjugated_gradient_is_checked(pools: Pools, size: int) -> None:
+    assert pools.run(size, conjugated) == [[1 - 1j, 1 - 1j]] * size

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -26,7 +27,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from insides import engine_of, has_hook
 from paceline.core.digests import weights_sha256
 from paceline.core.torch_distributed import get_known_groups
-from paceline.core.unwrapping import AveragingWrapper, unwrap
+from paceline.core.unwrapping import unwrap
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import ReplicaMismatch, UsageError, WorldError
@@ -180,24 +181,6 @@ def test_refused_arguments_explain_why(pools: Pools) -> None:
         assert "give both" in errors["param_to_hook_all_reduce"][1]
         assert "no parameter that requires a gradient" in errors["frozen"][1]
         assert "device_ids=[0]" in errors["device_ids"][1]
-
-
-def torchs_arguments(world: World) -> bool:
-    model = DistributedDataParallel(
-        Net(),
-        find_unused_parameters=True,
-        gradient_as_bucket_view=True,
-        static_graph=True,
-        check_reduction=True,
-        batched_grad_copy=True,
-        process_group=torch.distributed.group.WORLD,
-    )
-    step(model)
-    return isinstance(model, nn.parallel.DistributedDataParallel) and isinstance(model, AveragingWrapper)
-
-
-def test_torch_arguments_are_accepted_and_the_class_derives_from_torch_ddp(pools: Pools) -> None:
-    assert pools.run(2, torchs_arguments) == [True, True]
 
 
 def test_missing_process_group_error_names_the_remedy() -> None:
@@ -369,6 +352,18 @@ def test_a_layout_of_another_model_has_no_effect(pools: Pools) -> None:
     pools.run(2, other_layouts)
 
 
+def layouts_of_compiled(world: World) -> list[list[str]]:
+    plain, compiled = DistributedDataParallel(Net()), DistributedDataParallel(torch.compile(Net(), backend="eager"))
+    compiled.load_state_dict(plain.module.state_dict())
+    compiled.load_state_dict(compiled.state_dict())
+    return [sorted(chain(*model.bucket_layout())) for model in (plain, compiled)]
+
+
+def test_compiled_module_keeps_the_original_parameter_names(pools: Pools) -> None:
+    for plain, compiled in pools.run(2, layouts_of_compiled):
+        assert plain == compiled
+
+
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
@@ -417,6 +412,8 @@ def through_dcp(world: World) -> None:
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(unwrap(ours)))
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (ours, theirs)]
     for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        # Before the first step, Distributed Checkpoint sets zero gradients and steps with a learning rate of 0.
+        assert len(get_optimizer_state_dict(model, optimizer)["state"]) == 6
         for seed in range(2):
             step(model, optimizer, seed)
     for options in (StateDictOptions(), StateDictOptions(full_state_dict=True, cpu_offload=True)):
@@ -509,6 +506,20 @@ def test_deleted_wrapper_releases_hooks_descriptors_and_threads(world: World) ->
     net.zero_grad()
     step(net)  # the bare module still trains
     assert max(descriptors[1:]) <= descriptors[0]
+
+
+def refuse_repeatedly(world: World) -> None:
+    descriptors = []
+    for _ in range(4):
+        kind, _ = error_of(DistributedDataParallel, Net() if world.rank == 0 else nn.Linear(1, 1))
+        assert kind == "ReplicaMismatch"
+        gc.collect()
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert max(descriptors) == descriptors[0]
+
+
+def test_refused_wrapper_leaks_no_file_descriptors(pools: Pools) -> None:
+    pools.run(2, refuse_repeatedly)
 
 
 def failed_engine() -> Any:

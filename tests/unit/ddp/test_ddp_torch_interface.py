@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from insides import engine_of
+from insides import engine_of, step_in_backward
+from paceline.core.unwrapping import AveragingWrapper
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
@@ -233,6 +234,8 @@ def test_broadcast_buffers_false_skips_the_initial_broadcast_as_in_torch(pools: 
 def framework_calls(world: World) -> None:
     """Make the calls that Accelerate, Lightning and torch make around a step."""
     model = DistributedDataParallel(net(), dim=1, check_reduction=True, batched_grad_copy=True, bucket_cap_mb=2)
+    assert isinstance(model, TorchDDP)
+    assert isinstance(model, AveragingWrapper)
     model.require_forward_param_sync = True
     out = model(batch(world.rank))
     model.reducer._rebuild_buckets()
@@ -259,37 +262,6 @@ def framework_calls(world: World) -> None:
 
 def test_framework_calls_work_or_are_refused_by_name(pools: Pools) -> None:
     pools.run(2, framework_calls)
-
-
-# -- autocast ----------------------------------------------------------------------------------------------------------
-
-
-def overflow(world: World) -> None:
-    """Overflow on rank 1 in one step; all ranks skip the step and halve the scale."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    model, plain = DistributedDataParallel(net().float()), net().float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        before = copy.deepcopy(model.state_dict())
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(batch(world.rank, step).float()).float().sin().sum()
-        if step == 1 and world.rank == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        weight = "module.0.weight"
-        assert torch.equal(model.state_dict()[weight], before[weight]) == (step == 1), step
-        assert scaler.get_scale() == (2.0 if step else 4.0)
-    everyone: list[Any] = [None] * world.size
-    torch.distributed.all_gather_object(everyone, model.module[0].weight.detach())
-    assert torch.equal(everyone[0], everyone[1])
-    assert not torch.equal(everyone[0], plain[0].weight)
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools) -> None:
-    pools.run(2, overflow)
 
 
 # -- the table of arguments and members --------------------------------------------------------------------------------
@@ -336,3 +308,16 @@ def use_torch_2_15_additions(_: World) -> None:
 def test_torch_2_15_additions_exist_with_every_torch(pools: Pools, ranks: int) -> None:
     # Scripts for torch 2.15 failed with a TypeError for the argument and an AttributeError in torch's own method.
     pools.run(ranks, use_torch_2_15_additions)
+
+
+def wrap_with_optimizer_in_backward(world: World) -> None:
+    with pytest.raises(UsageError, match="_register_fused_optim drives torch's own reducer"):
+        DistributedDataParallel(nn.Linear(2, 2))._register_fused_optim(torch.optim.SGD, lr=0.1)
+    net = nn.Linear(2, 2)
+    step_in_backward(torch.optim.SGD, net.parameters(), 0.1)
+    with pytest.raises(UsageError, match="'weight' has an optimizer that steps in backward"):
+        DistributedDataParallel(net)
+
+
+def test_optimizers_stepping_in_backward_are_refused(pools: Pools) -> None:
+    pools.run(2, wrap_with_optimizer_in_backward)

@@ -29,6 +29,7 @@ class Side:
     def __init__(self, world: World, *, wrapped: bool) -> None:
         self.world, self.wrapped, self.net = world, wrapped, net()
         self.model: Any = DistributedDataParallel(self.net) if wrapped else self.net
+        self.as_weight: Callable[[float], Any] = float
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
 
     def part(self, batch: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ class Side:
         return parts[self.world.rank]
 
     def weight(self, count: float) -> Any:
-        return self.model.weight(count) if self.wrapped else nullcontext()
+        return self.model.weight(self.as_weight(count)) if self.wrapped else nullcontext()
 
     def local(self) -> Any:
         return self.model.no_sync() if self.wrapped else nullcontext()
@@ -62,10 +63,11 @@ class Side:
         self.optimizer.zero_grad()
 
 
-def compare_with_twin(world: World, case: str) -> None:
+def compare_with_twin(world: World, case: str, as_weight: Callable[[float], Any] = float) -> None:
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(5, 7 if "plain" not in case else 8, 3, generator=generator, dtype=torch.float64)
     ours, twin = Side(world, wrapped=True), Side(world, wrapped=False)
+    ours.as_weight = as_weight
     for side in ours, twin:
         for number, batch in enumerate(batches):
             CASES[case](side, batch, number)
@@ -77,8 +79,53 @@ def compare_with_twin(world: World, case: str) -> None:
 
 
 def on_a_device(world: World, case: str) -> None:
+    """Pass weights in tensors, which the host reads only when the rank reports."""
     with queued_operations():
-        compare_with_twin(world, case)
+        compare_with_twin(world, case, torch.tensor)
+
+
+# -- unusual backwards -------------------------------------------------------------------------------------------------
+
+
+def in_eval_mode(side: Side, batch: Tensor, number: int) -> None:
+    """Train in eval mode, as fine-tuning with frozen BatchNorm does."""
+    side.model.eval()
+    side.backward(batch)
+    side.step()
+
+
+def with_inputs(side: Side, batch: Tensor, number: int) -> None:
+    x = side.part(batch)
+    with side.weight(len(x)):
+        side.loss(x).backward(inputs=list(side.net.parameters()))
+    side.step()
+
+
+def after_unweighted_gradients_were_dropped(side: Side, batch: Tensor, number: int) -> None:
+    """Like a discriminator in the generator's step: its gradients are discarded."""
+    with side.local():
+        side.loss(batch).backward()
+    side.optimizer.zero_grad()
+    side.backward(batch)
+    side.step()
+
+
+class Halves(nn.Sequential):
+    """Returns two outputs."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).chunk(2, 1)
+
+
+def of_two_outputs(side: Side, batch: Tensor, number: int) -> None:
+    if number == 0:
+        side.model = DistributedDataParallel(Halves(*side.net)) if side.wrapped else Halves(*side.net)
+    x = side.part(batch)
+    with side.weight(len(x)):
+        left, right = side.model(x)
+        loss = (left.square().sum() + right.sin().sum()) / (1 if side.wrapped else len(x))
+    loss.backward()
+    side.step()
 
 
 # -- blocks without a backward -----------------------------------------------------------------------------------------
@@ -137,37 +184,36 @@ def skipped_micro_batch(side: Side, batch: Tensor, number: int) -> None:
     side.step()
 
 
-def blocks_left_before_their_backwards(side: Side, batch: Tensor, number: int) -> None:
-    if not side.wrapped:
-        side.backward(batch)
+def in_two_blocks(backward: Callable[[Side, list[Tensor], int], None]) -> Callable[[Side, Tensor, int], None]:
+    """Return a step whose part of a batch is cut in two, with a block around each forward alone."""
+
+    def run(side: Side, batch: Tensor, number: int) -> None:
+        if not side.wrapped:
+            side.backward(batch)
+        else:
+            losses = []
+            for x in side.part(batch).split([1, len(side.part(batch)) - 1]):
+                with side.weight(100):
+                    side.loss(x)
+                with side.weight(len(x)):
+                    losses.append(side.loss(x))
+            backward(side, losses, number)
         side.step()
-        return
-    losses = []
-    for x in side.part(batch).split([1, len(side.part(batch)) - 1]):
-        with side.weight(100):
-            side.loss(x)
-        with side.weight(len(x)):
-            losses.append(side.loss(x))
+
+    return run
+
+
+def one_after_the_other(side: Side, losses: list[Tensor], number: int) -> None:
     with side.local():
         losses[0].backward()
     losses[1].backward()
-    side.step()
 
 
-def one_backward_of_two_blocks(side: Side, batch: Tensor, number: int) -> None:
-    if not side.wrapped:
-        side.backward(batch)
-        side.step()
-        return
-    losses = []
-    for x in side.part(batch).split([1, len(side.part(batch)) - 1]):
-        with side.weight(len(x)):
-            losses.append(side.loss(x))
+def in_one_backward(side: Side, losses: list[Tensor], number: int) -> None:
     with side.local() if number % 2 else nullcontext():
         sum(losses).backward()  # type: ignore[union-attr]
     if number % 2:
         side.model.sync_gradients()
-    side.step()
 
 
 # -- micro-batches under no_sync() whose gradients are dropped or changed ----------------------------------------------
@@ -316,13 +362,19 @@ def kept_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
         side.optimizer.zero_grad()
 
 
+UNUSUAL: dict[str, Callable[[Side, Tensor, int], None]] = {
+    "in eval mode": in_eval_mode,
+    "with inputs": with_inputs,
+    "after unweighted gradients were dropped": after_unweighted_gradients_were_dropped,
+    "of two outputs": of_two_outputs,
+}
 UNUSED: dict[str, Callable[[Side, Tensor, int], None]] = {
     "evaluation on rank 0": after(evaluate_on_rank_0),
     "autograd.grad": after(differentiate),
     "evaluation beside plain training": unweighted_after_evaluation,
     "skipped micro-batch": skipped_micro_batch,
-    "left before their backwards": blocks_left_before_their_backwards,
-    "one backward of two blocks": one_backward_of_two_blocks,
+    "left before their backwards": in_two_blocks(one_after_the_other),
+    "one backward of two blocks": in_two_blocks(in_one_backward),
 }
 DROPPED: dict[str, Callable[[Side, Tensor, int], None]] = {
     "None": dropped(to_none),
@@ -353,7 +405,12 @@ KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
     "weight decay after a local forward": weight_decay_after_a_local_forward,
     "kept while accumulating": kept_while_accumulating,
 }
-CASES = UNUSED | DROPPED | CHANGED | KEPT
+CASES = UNUSUAL | UNUSED | DROPPED | CHANGED | KEPT
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_weight_counts_once_in_unusual_backwards(ranks: Ranks, case: str) -> None:
+    ranks.run(compare_with_twin, case)
 
 
 @pytest.mark.parametrize("case", UNUSED)
@@ -459,6 +516,20 @@ def bypass_the_wrapper(world: World) -> None:
 
 def test_sync_gradients_divides_bypassing_gradients_by_their_weights(ranks: Ranks) -> None:
     ranks.run(bypass_the_wrapper)
+
+
+def weight_without_a_forward_of_the_wrapper(world: World) -> str:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError) as caught, model.weight(4):  # noqa: PT012
+        model.module(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_step_with_an_unused_weight_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(weight_without_a_forward_of_the_wrapper):
+        assert "call the wrapper and not model.module" in message
 
 
 def backward_after_a_new_gradient(model: Any, first: nn.Parameter, x: Tensor) -> None:

@@ -1,7 +1,8 @@
 """A step never waits for a GPU: it reads no value of a gradient, a bucket, a weight or a result of these.
 
 The tests need no GPU: CPU tensors stand for device tensors, see ``device_watch.py``. The ranks use Gloo, which shares
-its channel with NCCL, and a separate host channel, as with a GPU.
+its channel with NCCL, and a separate host channel, as with a GPU. Averages equal those on the CPU;
+test_compression_streams.py simulates the queues of a device.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from torch.utils.data import TensorDataset
 
 from device_watch import DeviceWatch, queued_operations
 from insides import engine_of, storage_of
+from models import chain
 from paceline import SyncBatchNorm, compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
+from paceline.core import device_streams
 from paceline.core.world import World
 from paceline.data import DataLoader
-from paceline.ddp import DistributedDataParallel
+from paceline.ddp import DistributedDataParallel, extensions, finisher
 from paceline.ddp.channel import TEST_HOST_CHANNEL
 from paceline.train import TrainConfig, Trainer
-from twins import Pools
+from twins import Pools, same_tensor
 
 COMPRESSORS: dict[str, Callable[[nn.Module], Compressor]] = {
     "fp16": lambda model: Cast(model, torch.float16),
@@ -194,3 +197,67 @@ def test_watch_detects_every_kind_of_wait(gloo: Pools) -> None:
         for how, places in stops.items():
             assert places, how
             assert all("ddp/hook.py" in place for place in places)
+
+
+# -- same averages -----------------------------------------------------------------------------------------------------
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "reduce_dtype": {"reduce_dtype": torch.float64},
+}
+
+
+class Stream:
+    """A stream without queued operations."""
+
+    def wait_stream(self, other: Stream) -> None:
+        """Do nothing."""
+
+
+def queue(patch: pytest.MonkeyPatch) -> None:
+    """Replace the functions that handle device streams."""
+    stream = Stream()
+    for module in (device_streams, finisher, extensions):
+        patch.setattr(module, "is_queued", lambda _: True)
+    patch.setattr(device_streams, "new_stream", lambda _: stream)
+    patch.setattr(device_streams, "current_stream", lambda _: stream)
+    patch.setattr(device_streams, "use_stream", lambda _: nullcontext())
+    patch.setattr(device_streams, "keep_for", lambda stream, tensor: None)
+
+
+def gradients(model: Any, world: World, dtype: torch.dtype) -> list[Tensor]:
+    result = []
+    for step in range(4):
+        x = torch.randn(6, 20, generator=torch.Generator().manual_seed(10 * step + world.rank)).to(dtype)
+        with model.weight(world.rank + 1.5) if step == 2 else nullcontext():
+            model(x).square().sum().backward()
+        result += [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad(set_to_none=step < 2)  # later gradients accumulate in place
+    return result
+
+
+def compare_with_queues(world: World, name: str, dtype: torch.dtype) -> None:
+    """Expect the same gradients as without queues, bitwise on two ranks because 1/2 is exact."""
+    results = []
+    for is_queued in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_queued:
+                queue(patch)
+            net = chain(20, 30, 25, 4, dtype=dtype)
+            model = DistributedDataParallel(net, bucket_cap_mb=1e-4, **OPTIONS.get(name, {}))
+            results.append(gradients(model, world, dtype))
+    for mine, other in zip(results[1], results[0], strict=True):
+        if world.size == 2 and dtype is not torch.float16:
+            assert torch.equal(mine, other)
+        same_tensor(mine, other, 1e-5 if dtype is torch.float32 else 0.02, name)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_averages_equal_those_without_queues(name: str, gloo: Pools) -> None:
+    gloo.run(2, compare_with_queues, name, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dividing_in_the_copy_gives_the_same_averages(dtype: torch.dtype, gloo: Pools) -> None:
+    gloo.run(3, compare_with_queues, "plain", dtype)

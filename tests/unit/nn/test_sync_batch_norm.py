@@ -97,18 +97,6 @@ def test_any_shape(pools: Pools, sizes: tuple[int, ...], rest: tuple[int, ...], 
         pools.run(2, norm_beside_twin, sizes, rest, OPTIONS[options], last and len(rest) > 2)
 
 
-def test_combined_moments_equal_those_of_all_values() -> None:
-    values = torch.randn(10, 3, dtype=torch.float64) * 3 + 1000
-    parts = values.split([4, 0, 5, 1])
-    rows = torch.stack([sync_batch_norm.pack(part, 3) for part in parts])
-    counts = [report.count for report in sync_batch_norm.reports(rows)]
-    whole = sync_batch_norm.combine(rows, sum(counts))
-    assert counts == [4, 0, 5, 1]
-    assert whole.count == 10
-    torch.testing.assert_close(whole.mean, values.mean(0), rtol=1e-14, atol=0)
-    torch.testing.assert_close(whole.variance, values.var(0, correction=0), rtol=1e-12, atol=0)
-
-
 def test_counts_are_exact_in_float32() -> None:
     for count in (1, 2**20 - 1, 2**20, 2**24 + 1, 2**40 + 12345):
         message = torch.zeros(1, sync_batch_norm.HEAD + 2)

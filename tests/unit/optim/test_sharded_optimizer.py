@@ -195,10 +195,7 @@ def refusals(world: World) -> dict[str, str]:
     model = wrap(world, Net())
     parameters = list(model.parameters())
     foreign = nn.Parameter(torch.ones(3))
-    found = {
-        name: refused(ShardedOptimizer, model, kind, lr=0.1)
-        for name, kind in {"lbfgs": torch.optim.LBFGS, "rows": Rowwise, "views": ScheduleFree}.items()
-    }
+    found = {"rows": refused(ShardedOptimizer, model, Rowwise), "views": refused(ShardedOptimizer, model, ScheduleFree)}
     found["twice"] = refused(ShardedOptimizer, [{"params": parameters}, {"params": parameters[:1]}], SGD, lr=0.1)
     found["strange"] = refused(ShardedOptimizer, [*parameters, foreign], SGD, lr=0.1)
     found["class"] = refused(ShardedOptimizer, model, SGD(parameters, lr=0.1), lr=0.1)
@@ -220,7 +217,6 @@ def refusals(world: World) -> dict[str, str]:
 def test_invalid_input_is_refused_in_one_line(pools: Pools) -> None:
     first, second = pools.run(2, refusals)
     parts = {
-        "lbfgs": "LBFGS may combine tensors in an update; use it without ShardedOptimizer",
         "rows": 'Rowwise is not an elementwise optimizer of torch, .* by="tensor"',
         "views": "ScheduleFree has train() and eval()",
         "twice": "parameter 'scale' is in two parameter groups",
