@@ -231,17 +231,9 @@ def through_a_hook_that_scales(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 STEPS = [
-    plain,
-    gradient_penalty,
-    create_graph,
-    grad_of_parameters_first,
-    grad_of_inputs_first,
-    some_inputs_only,
-    two_forwards,
-    backward_twice,
-    in_evaluation_mode,
-    through_a_hook_that_scales,
-]
+    plain, gradient_penalty, create_graph, grad_of_parameters_first, grad_of_inputs_first, some_inputs_only,
+    two_forwards, backward_twice, in_evaluation_mode, through_a_hook_that_scales,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("do", STEPS, ids=lambda do: do.__name__)
@@ -317,37 +309,6 @@ def outputs_one_after_the_other(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def test_several_outputs(pools: Pools, do: Any) -> None:
     """Other kinds of containers are tested in test_ddp_ledger.py."""
     pools.run(2, run_both, do, Several)
-
-
-# -- two wrapped models ------------------------------------------------------------------------------------------------
-
-
-def discriminator() -> nn.Module:
-    return net(OUTPUTS, 1)
-
-
-def train_gan(world: World) -> None:
-    generator, judge = Pair(world), Pair(world, discriminator)
-    for step in range(4):
-        mine, whole = generator.batch(step)
-        for which, (x, y) in (("model", mine), ("twin", whole)):
-            g, d = getattr(generator, which), getattr(judge, which)
-            fake = g(x)
-            (d(y).sigmoid().mean() - d(fake.detach()).sigmoid().mean()).backward()
-        judge.step(f"D {step}")
-        for which, (x, _) in (("model", mine), ("twin", whole)):
-            g, d = getattr(generator, which), getattr(judge, which)
-            d.requires_grad_(False)
-            d(g(x)).sigmoid().mean().backward()
-            d.requires_grad_(True)
-        generator.step(f"G {step}")
-        for optimizer in judge.optimizers:
-            optimizer.zero_grad()
-
-
-def test_gan_with_a_frozen_discriminator(pools: Pools) -> None:
-    """test_public_scripts_like_torch_ddp.py covers a discriminator that is not frozen."""
-    pools.run(2, train_gan)
 
 
 # -- freezing ----------------------------------------------------------------------------------------------------------

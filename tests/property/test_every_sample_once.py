@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from drawn import draws
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
-from paceline.data.slices import batch_count, slice_bounds
+from paceline.data.slices import batch_count
 
 sizes = st.integers(1, 60)
 batch_sizes = st.integers(1, 17)
@@ -34,16 +34,6 @@ def global_batches(size: int, batch_size: int, world_size: int, state: Any = Non
         assert max(lengths) - min(lengths) <= 1
         batches.append([index for share in slices for index in share])
     return batches
-
-
-@fast
-@given(st.integers(0, 100), st.integers(1, 12))
-def test_slices_cover_the_batch_in_order_and_differ_by_at_most_one(length: int, world_size: int) -> None:
-    bounds = [slice_bounds(length, rank, world_size) for rank in range(world_size)]
-    assert [i for low, high in bounds for i in range(low, high)] == list(range(length))
-    sizes = [high - low for low, high in bounds]
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.slow

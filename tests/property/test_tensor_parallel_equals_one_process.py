@@ -128,14 +128,16 @@ def test_shards_are_averaged(pools: Pools, plan: Any) -> None:
     pools.run(4, train, plan, (2, 2), 2)
 
 
-def train_checked(world: World) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+def wrapped(shape: tuple[int, int] = (2, 2), **options: Any) -> tuple[Any, DistributedDataParallel]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
     module = Block()
     by_columns_and_rows(module, mesh["tensor"])
-    model = DistributedDataParallel(
-        module, device_mesh=mesh["data"], init_sync="verify", check_finite=True, check_replicas_every=1
-    )
+    return module, DistributedDataParallel(module, device_mesh=mesh["data"], **options)
+
+
+def train_checked(world: World) -> None:
+    module, model = wrapped(init_sync="verify", check_finite=True, check_replicas_every=1)
     x, y = batch_of(0, 2)
     summed_loss(model(x, True), y).backward()
     if world.rank == 0:
@@ -167,10 +169,7 @@ def test_differing_shard_is_named(pools: Pools) -> None:
 
 
 def compress_shards(world: World) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    module = Block()
-    by_columns_and_rows(module, mesh["tensor"])
-    model = DistributedDataParallel(module, device_mesh=mesh["data"])
+    _, model = wrapped()
     with pytest.raises(UsageError, match=r"^Int8: 'up\.weight' is tensor-parallel, and tensor-parallel parameters"):
         Int8(model)
 
@@ -181,11 +180,7 @@ def test_shards_are_not_compressed(pools: Pools) -> None:
 
 def join_with_shards(world: World) -> None:
     """Take one more step on rank 1 than on rank 0, inside ``join``."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
-    torch.manual_seed(0)
-    module = Block()
-    by_columns_and_rows(module, mesh["tensor"])
-    model = DistributedDataParallel(module, device_mesh=mesh["data"])
+    module, model = wrapped((2, 1))
     optimizer = make_optimizer("sgd", model)
     with model.join():
         for step in range(1 + world.rank):

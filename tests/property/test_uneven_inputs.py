@@ -373,13 +373,9 @@ def accumulated_by_hand(model: Any, x: Tensor) -> None:
 
 
 STEPS = [
-    two_outputs_two_backwards,
-    forward_without_gradients_first,
-    in_eval_mode,
-    gradient_penalty,
-    unused_forward,
+    two_outputs_two_backwards, forward_without_gradients_first, in_eval_mode, gradient_penalty, unused_forward,
     accumulated_by_hand,
-]
+]  # fmt: skip
 
 
 def run_unusual_steps(world: World, counts: tuple[int, ...], step: Callable[[Any, Tensor], None]) -> None:

@@ -93,15 +93,9 @@ def penalty_on_gradients(models: Models, x: Tensor) -> None:
 
 
 LOSSES = [
-    penalty_on_gradients,
-    penalty_alone,
-    penalty_after_plain_losses,
-    penalty_taken_before_a_plain_loss,
-    residual_beside_data,
-    accumulated,
-    two_models_with_a_shared_body,
-    one_of_two_with_a_shared_body,
-]
+    penalty_on_gradients, penalty_alone, penalty_after_plain_losses, penalty_taken_before_a_plain_loss,
+    residual_beside_data, accumulated, two_models_with_a_shared_body, one_of_two_with_a_shared_body,
+]  # fmt: skip
 
 
 def compare_with_twin(world: World, loss: Callable[[Models, Tensor], None]) -> None:

@@ -66,10 +66,11 @@ def error_of(function: Any, *arguments: Any) -> str:
 # -- ranks that differ -------------------------------------------------------------------------------------------------
 
 
-def non_finite(world: World) -> tuple[str, str]:
-    model, _ = make(check_finite=True)
+def non_finite(world: World, is_enabled_later: bool) -> tuple[str, str]:
+    model, _ = make(check_finite=not is_enabled_later)
     model(data(world, 0)).sum().backward()
     model.zero_grad()
+    model.check_finite = True
     if world.rank == 1:
         model.module.layers[0].bias.register_hook(lambda gradient: gradient * float("nan"))
     first = error_of(lambda: model(data(world, 1)).sum().backward())
@@ -77,30 +78,13 @@ def non_finite(world: World) -> tuple[str, str]:
     return first, error_of(lambda: model(data(world, 1)).sum().backward())
 
 
-def test_check_finite_names_parameter_and_rank_on_every_rank(pools: Pools) -> None:
-    for first, second in pools.run(2, non_finite):
+@pytest.mark.parametrize("is_enabled_later", [False, True])
+def test_check_finite_names_parameter_and_rank_on_every_rank(pools: Pools, is_enabled_later: bool) -> None:
+    for first, second in pools.run(2, non_finite, is_enabled_later):
         assert first.startswith(
             "NonFiniteGradient: the gradient holds NaN or Inf on rank 1, in 'layers.0.bias' (1 of 8"
         )
         assert second == first
-
-
-def spread_nan(world: World) -> list[bool]:
-    model, _ = make()
-    if world.rank == 1:
-        model.module.layers[0].bias.register_hook(lambda gradient: gradient * float("nan"))
-    model(data(world, 1)).sum().backward()
-    spread = [bool(p.grad.isnan().any()) for p in model.parameters()]
-    model.zero_grad()
-    model.check_finite = True
-    assert error_of(lambda: model(data(world, 1)).sum().backward()).startswith("NonFiniteGradient: ")
-    return spread
-
-
-def test_nan_spreads_by_default_and_check_finite_can_be_enabled_later(pools: Pools) -> None:
-    first, second = pools.run(2, spread_nan)
-    assert first == second
-    assert sum(first) == 1
 
 
 # -- an exception in backward ------------------------------------------------------------------------------------------

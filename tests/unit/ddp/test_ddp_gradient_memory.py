@@ -89,14 +89,9 @@ def exchanged(module: nn.Module) -> None:
 
 
 EDITS = [
-    by_data,
-    by_data_while_the_old_memory_is_kept,
-    in_shared_memory,
-    by_assignment,
-    detached_in_place,
-    transposed,
+    by_data, by_data_while_the_old_memory_is_kept, in_shared_memory, by_assignment, detached_in_place, transposed,
     exchanged,
-]
+]  # fmt: skip
 
 
 def train_with_edit(world: World, edit: Callable[[nn.Module], None], to_none: bool, options: dict[str, Any]) -> None:
@@ -232,18 +227,16 @@ def flat_buffer(world: World, options: dict[str, Any]) -> None:
     results = []
     for module, x in ((DistributedDataParallel(net(), **options), mine(world)), (net(), WHOLE)):
         flat = torch.zeros(sum(p.numel() for p in module.parameters()), dtype=torch.float64)
-        for part, parameter in zip(
-            flat.split([p.numel() for p in module.parameters()]), module.parameters(), strict=True
-        ):
-            parameter.grad = part.view_as(parameter)
+        sizes = [p.numel() for p in module.parameters()]
+        pairs = [(p, part.view_as(p)) for p, part in zip(module.parameters(), flat.split(sizes), strict=True)]
+        for parameter, part in pairs:
+            parameter.grad = part
         for _ in range(3):
             flat.zero_()
             module(x).square().mean().backward()
             with torch.no_grad():
-                for part, parameter in zip(
-                    flat.split([p.numel() for p in module.parameters()]), module.parameters(), strict=True
-                ):
-                    parameter.sub_(part.view_as(parameter), alpha=0.1)
+                for parameter, part in pairs:
+                    parameter.sub_(part, alpha=0.1)
         results.append([flat, *module.parameters()])
     tolerance = {"rtol": 1e-3, "atol": 1e-5} if options else {"rtol": 1e-9, "atol": 1e-12}
     torch.testing.assert_close(*results, **tolerance)

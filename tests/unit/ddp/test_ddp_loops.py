@@ -270,24 +270,6 @@ UNEQUAL: list[tuple[Any, Any, str]] = [
 ]
 
 
-def unequal(world: World) -> list[str]:
-    messages = []
-    for values in UNEQUAL:
-        with pytest.raises(UsageError) as caught:
-            gather_for_metrics(values[world.rank])
-        messages.append(str(caught.value))
-    assert gather_for_metrics(whole(world.rank)).tolist() == [0, 1]  # all ranks are still in step
-    return messages
-
-
-def test_mismatched_values_are_refused_on_every_rank(pools: Pools) -> None:
-    """A key missing on one rank was silently dropped, and dtypes were mixed."""
-    first, second = pools.run(2, unequal)
-    assert first == second
-    for message, (_, _, wanted) in zip(first, UNEQUAL, strict=True):
-        assert wanted in message
-
-
 # -- mean_over_ranks ---------------------------------------------------------------------------------------------------
 
 
@@ -349,18 +331,25 @@ UNEQUAL_MEANS: list[tuple[Any, Any, str]] = [
 ]
 
 
-def unequal_means(world: World) -> list[str]:
+MISMATCHES = {"rows": UNEQUAL, "means": UNEQUAL_MEANS}
+
+
+def mismatched(world: World, name: str) -> list[str]:
     messages = []
-    for values in UNEQUAL_MEANS:
+    for values in MISMATCHES[name]:
         with pytest.raises(UsageError) as caught:
-            mean_over_ranks(*values[world.rank])
+            mean_over_ranks(*values[world.rank]) if name == "mean_over_ranks" else gather_for_metrics(
+                values[world.rank]
+            )
         messages.append(str(caught.value))
-    assert mean_over_ranks(world.rank) == 0.5  # all ranks are still in step
+    assert gather_for_metrics(whole(world.rank)).tolist() == [0, 1]  # all ranks are still in step
     return messages
 
 
-def test_mismatched_means_are_refused_on_every_rank(pools: Pools) -> None:
-    first, second = pools.run(2, unequal_means)
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_mismatched_values_are_refused_on_every_rank(pools: Pools, name: str) -> None:
+    """A key missing on one rank was silently dropped, and dtypes were mixed."""
+    first, second = pools.run(2, mismatched, name)
     assert first == second
-    for (_, _, expected), message in zip(UNEQUAL_MEANS, first, strict=True):
+    for message, (_, _, expected) in zip(first, MISMATCHES[name], strict=True):
         assert expected in message

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from insides import storage_of
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import NonFiniteGradient, UsageError
+from paceline.errors import NonFiniteGradient
 from twins import Pools
 
 
@@ -79,19 +79,6 @@ def train_in_low_precision(world: World, policy: _MixedPrecision) -> None:
 )
 def test_low_precision_inside_full_precision_outside(pools: Pools, policy: _MixedPrecision) -> None:
     pools.run(2, train_in_low_precision, policy)
-
-
-def use_unsupported_policies(world: World) -> None:
-    with pytest.raises(UsageError, match="_MixedPrecision; for autocast"):
-        DistributedDataParallel(RecordsDtypes(), mixed_precision=object())
-    with pytest.raises(UsageError, match="not to both"):
-        DistributedDataParallel(
-            RecordsDtypes(), mixed_precision=_MixedPrecision(reduce_dtype=torch.bfloat16), reduce_dtype=torch.float32
-        )
-
-
-def test_unsupported_policies_are_refused(pools: Pools) -> None:
-    pools.run(2, use_unsupported_policies)
 
 
 # -- large and nonfinite numbers ---------------------------------------------------------------------------------------

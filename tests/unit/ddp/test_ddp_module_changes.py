@@ -452,12 +452,8 @@ ON_ONE_RANK = [another_module, weighed_micro_batches]
 
 @pytest.mark.parametrize("case", AROUND, ids=lambda case: case.__name__)
 def test_gradients_around_a_change_equal_one_process(pools: Pools, case: Callable[[World], None]) -> None:
-    pools.run(SIZE, case)
-
-
-@pytest.mark.parametrize("case", ON_ONE_RANK, ids=lambda case: case.__name__)
-def test_single_rank_adopts_module_changes(pools: Pools, case: Callable[[World], None]) -> None:
-    pools.run(1, case)
+    for size in (1, SIZE) if case in ON_ONE_RANK else (SIZE,):
+        pools.run(size, case)
 
 
 def around_join(world: World) -> list[str]:

@@ -232,19 +232,10 @@ def old_wrapper_gone_on_one_rank(side: Side) -> Iterator[nn.Module]:
 
 
 PROGRAMS = [
-    one_backward,
-    zeroed_in_place,
-    averages_kept_over_steps,
-    accumulated,
-    accumulated_by_one_over_the_others_average,
-    weighted_in_one_backward,
-    weighted_in_a_backward_each,
-    trained_in_turn_inside_both_blocks,
-    wrapped_again,
-    a_wrapper_inside_a_wrapped_module,
-    averages_kept_in_another_order_on_each_rank,
-    old_wrapper_gone_on_one_rank,
-]
+    one_backward, zeroed_in_place, averages_kept_over_steps, accumulated, accumulated_by_one_over_the_others_average,
+    weighted_in_one_backward, weighted_in_a_backward_each, trained_in_turn_inside_both_blocks, wrapped_again,
+    a_wrapper_inside_a_wrapped_module, averages_kept_in_another_order_on_each_rank, old_wrapper_gone_on_one_rank,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

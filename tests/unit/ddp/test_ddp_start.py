@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from insides import engine_of, has_hook
@@ -102,11 +103,6 @@ def test_verify_accepts_equal_replicas_and_names_differences(pools: Pools) -> No
     assert issubclass(ReplicaMismatch, ValueError)
 
 
-def test_init_sync_accepts_only_three_values(pools: Pools) -> None:
-    for _, _, kind, message in pools.run(2, wrap_with, "yes", True):
-        assert (kind, message) == ("UsageError", "init_sync must be True, False or 'verify', not 'yes'")
-
-
 class Reordered(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -160,27 +156,33 @@ def test_different_models_are_refused_on_every_rank(pools: Pools, kind: str, exp
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def refusals(world: World) -> dict[str, tuple[str, str]]:
-    errors = {}
-    options: dict[str, dict[str, Any]] = {
-        "param_to_hook_all_reduce": {"param_to_hook_all_reduce": 1},
-        "output_device": {"output_device": 0},
-        "device_ids": {"device_ids": [0]},
-        "both groups": {"process_group": torch.distributed.group.WORLD, "device_mesh": object()},
-    }
-    for name, given in options.items():
-        errors[name] = error_of(DistributedDataParallel, Net(), **given)
-    frozen = Net().requires_grad_(False)
-    errors["frozen"] = error_of(DistributedDataParallel, frozen)
+BOTH_PRECISIONS = {"mixed_precision": _MixedPrecision(reduce_dtype=torch.bfloat16), "reduce_dtype": torch.float32}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"param_to_hook_all_reduce": 1}, "give both"),
+    ({"output_device": 0}, "output_device"),
+    ({"device_ids": [0]}, "device_ids=[0]"),
+    ({"init_sync": "yes"}, "init_sync must be True, False or 'verify', not 'yes'"),
+    ({"unused_parameters": "maybe"}, "must be 'allow', 'warn' or 'error', not 'maybe'"),
+    *(({"check_replicas_every": value}, "check_replicas_every must be") for value in (0, -1, 1.5, True)),
+    ({"mixed_precision": object()}, "_MixedPrecision; for autocast"),
+    (BOTH_PRECISIONS, "not to both"),
+]
+
+
+def wrap_with_refused(world: World) -> list[tuple[str, str]]:
+    errors = [error_of(DistributedDataParallel, Net(), **options) for options, _ in REFUSED]
+    both = {"process_group": torch.distributed.group.WORLD, "device_mesh": object()}
+    errors.append(error_of(DistributedDataParallel, Net(), **both))
+    errors.append(error_of(DistributedDataParallel, Net().requires_grad_(False)))
     return errors
 
 
 def test_refused_arguments_explain_why(pools: Pools) -> None:
-    for errors in pools.run(2, refusals):
-        assert {kind for kind, _ in errors.values()} == {"UsageError", "WrapError"}
-        assert "give both" in errors["param_to_hook_all_reduce"][1]
-        assert "no parameter that requires a gradient" in errors["frozen"][1]
-        assert "device_ids=[0]" in errors["device_ids"][1]
+    expected = [*(message for _, message in REFUSED), "device_mesh", "no parameter that requires a gradient"]
+    for errors in pools.run(2, wrap_with_refused):
+        for (kind, message), part in zip(errors, expected, strict=True):
+            assert kind in ("UsageError", "WrapError")
+            assert part in message
 
 
 def test_missing_process_group_error_names_the_remedy() -> None:
@@ -279,6 +281,7 @@ def test_a_tensor_that_cannot_be_broadcast_may_be_ignored(pools: Pools) -> None:
 
 
 def trained_unfit(world: World) -> None:
+    """Name the parameter and its dtype if its gradient cannot be averaged."""
     for tensor in (torch.eye(3).to_sparse(), torch.zeros(4).to(torch.float8_e5m2), Packed()):
         net = nn.Linear(1, 1)
         net.odd = nn.Parameter(tensor)
@@ -294,12 +297,8 @@ def trained_unfit(world: World) -> None:
 INFERENCE = r"'weight' was created under torch\.inference_mode\(\), .* build, load and convert the model outside"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_parameter_whose_gradient_cannot_be_averaged_is_named_with_its_dtype(pools: Pools, size: int) -> None:
-    pools.run(size, trained_unfit)
-
-
 def unfit_later(world: World) -> None:
+    """Replace a parameter by an unsupported one after wrapping."""
     net = nn.Linear(5, 1)
     model = DistributedDataParallel(net)
     step(model)
@@ -319,12 +318,8 @@ def unfit_later(world: World) -> None:
             step(model)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_replacement_by_an_unsupported_parameter_is_reported(pools: Pools, size: int) -> None:
-    pools.run(size, unfit_later)
-
-
 def lazy(world: World) -> None:
+    """A lazy layer needs a dummy forward before it is wrapped."""
     for net in (nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)), nn.Sequential(nn.LazyBatchNorm1d(affine=False))):
         with pytest.raises(RuntimeError, match=r"is not initialized, .* run a dummy forward"):
             DistributedDataParallel(net)
@@ -335,8 +330,11 @@ def lazy(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_lazy_layer_asks_for_a_dummy_forward(pools: Pools, size: int) -> None:
-    pools.run(size, lazy)
+@pytest.mark.parametrize("wrap", [trained_unfit, unfit_later, lazy])
+def test_parameters_without_a_possible_average_are_named(
+    pools: Pools, size: int, wrap: Callable[[World], None]
+) -> None:
+    pools.run(size, wrap)
 
 
 def other_layouts(world: World) -> None:
@@ -367,6 +365,14 @@ def test_compiled_module_keeps_the_original_parameter_names(pools: Pools) -> Non
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
+class Nested(nn.Module):
+    """A model with a submodule named `module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
 def loading(world: World) -> None:
     model = DistributedDataParallel(Net())
     bare = {key: value.clone() + 1 for key, value in unwrap(model).state_dict().items()}
@@ -381,29 +387,14 @@ def loading(world: World) -> None:
     result = model.load_state_dict({"first.weight": bare["first.weight"], "more": bare["last.bias"]}, strict=False)
     assert "module.last.bias" in result.missing_keys
     assert result.unexpected_keys == ["more"]
+    nested = DistributedDataParallel(Nested())
+    assert list(nested.state_dict()) == ["module.module.weight", "module.module.bias"]
+    nested.load_state_dict(nested.state_dict())
+    nested.load_state_dict(unwrap(nested).state_dict())
 
 
 def test_state_dict_has_the_module_prefix_and_loads_with_or_without_it(pools: Pools) -> None:
     pools.run(2, loading)
-
-
-class Nested(nn.Module):
-    """A model with a submodule named `module`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Linear(2, 2)
-
-
-def loading_nested(world: World) -> None:
-    model = DistributedDataParallel(Nested())
-    assert list(model.state_dict()) == ["module.module.weight", "module.module.bias"]
-    model.load_state_dict(model.state_dict())
-    model.load_state_dict(unwrap(model).state_dict())
-
-
-def test_submodule_named_module_loads_with_or_without_prefix(pools: Pools) -> None:
-    pools.run(2, loading_nested)
 
 
 def through_dcp(world: World) -> None:

@@ -107,12 +107,3 @@ def frozen(world: World) -> None:
 
 def test_a_frozen_parameter_is_not_unused(pools: Pools) -> None:
     pools.run(2, frozen)
-
-
-def wrap_with_invalid_value(world: World) -> None:
-    with pytest.raises(UsageError, match="must be 'allow', 'warn' or 'error', not 'maybe'"):
-        DistributedDataParallel(nn.Linear(1, 1), unused_parameters="maybe")
-
-
-def test_unused_parameters_accepts_only_three_values(pools: Pools) -> None:
-    pools.run(1, wrap_with_invalid_value)

@@ -107,18 +107,18 @@ def test_a_steady_step_never_waits_for_the_device(gloo: Pools, case: str) -> Non
         assert stops == [], f"rank {rank}"
 
 
-def test_sync_batch_norm_waits_once_per_layer_in_forward(gloo: Pools) -> None:
-    """The same as torch; it used to wait three times. Backward does not wait."""
-    for stops in gloo.run(2, train, "SyncBatchNorm"):
-        assert len(stops) == 2  # layers
-        assert all("tolist at nn/sync_batch_norm.py" in stop for stop in stops)
-
-
-def test_nan_check_waits_once_per_step(gloo: Pools) -> None:
-    """It used to wait once per bucket."""
-    for stops in gloo.run(2, train, "check_finite"):
-        assert len(stops) == 1
-        assert "tolist at ddp/extensions.py" in stops[0]
+@pytest.mark.parametrize(
+    ("case", "waits", "place"),
+    [
+        ("SyncBatchNorm", 2, "nn/sync_batch_norm.py"),  # once per layer, as in torch; used to wait three times
+        ("check_finite", 1, "ddp/extensions.py"),  # used to wait once per bucket
+        ("replica check", 1, "ddp/replica_check.py"),  # used to wait 900 times for 300 parameters with Adam
+    ],
+)
+def test_checks_and_statistics_wait_once(gloo: Pools, case: str, waits: int, place: str) -> None:
+    for stops in gloo.run(2, train, case):
+        assert len(stops) == waits
+        assert all(f"tolist at {place}" in stop for stop in stops)
 
 
 def train_in_the_trainer(world: World) -> list[str]:
@@ -149,13 +149,6 @@ def test_trainer_steps_wait_only_for_the_nan_check(gloo: Pools) -> None:
     for stops in gloo.run(2, train_in_the_trainer):
         assert len(stops) == 2  # steps
         assert all("tolist at ddp/extensions.py" in stop for stop in stops)
-
-
-def test_a_replica_check_waits_once(gloo: Pools) -> None:
-    """It used to wait once per tensor: 900 times for 300 parameters with Adam."""
-    for stops in gloo.run(2, train, "replica check"):
-        assert len(stops) == 1
-        assert "tolist at ddp/replica_check.py" in stops[0]
 
 
 # -- the watch itself --------------------------------------------------------------------------------------------------
@@ -202,12 +195,6 @@ def test_watch_detects_every_kind_of_wait(gloo: Pools) -> None:
 # -- same averages -----------------------------------------------------------------------------------------------------
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "reduce_dtype": {"reduce_dtype": torch.float64},
-}
-
-
 class Stream:
     """A stream without queued operations."""
 
@@ -237,7 +224,7 @@ def gradients(model: Any, world: World, dtype: torch.dtype) -> list[Tensor]:
     return result
 
 
-def compare_with_queues(world: World, name: str, dtype: torch.dtype) -> None:
+def compare_with_queues(world: World, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Expect the same gradients as without queues, bitwise on two ranks because 1/2 is exact."""
     results = []
     for is_queued in (False, True):
@@ -245,19 +232,22 @@ def compare_with_queues(world: World, name: str, dtype: torch.dtype) -> None:
             if is_queued:
                 queue(patch)
             net = chain(20, 30, 25, 4, dtype=dtype)
-            model = DistributedDataParallel(net, bucket_cap_mb=1e-4, **OPTIONS.get(name, {}))
+            model = DistributedDataParallel(net, bucket_cap_mb=1e-4, **options)
             results.append(gradients(model, world, dtype))
     for mine, other in zip(results[1], results[0], strict=True):
         if world.size == 2 and dtype is not torch.float16:
             assert torch.equal(mine, other)
-        same_tensor(mine, other, 1e-5 if dtype is torch.float32 else 0.02, name)
+        same_tensor(mine, other, 1e-5 if dtype is torch.float32 else 0.02, str(options))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_averages_equal_those_without_queues(name: str, gloo: Pools) -> None:
-    gloo.run(2, compare_with_queues, name, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_dividing_in_the_copy_gives_the_same_averages(dtype: torch.dtype, gloo: Pools) -> None:
-    gloo.run(3, compare_with_queues, "plain", dtype)
+@pytest.mark.parametrize(
+    ("size", "dtype", "options"),
+    [
+        (2, torch.float32, {}),
+        (2, torch.float32, {"reduce_dtype": torch.float64}),
+        (3, torch.float32, {}),  # divides in the copy
+        (3, torch.float16, {}),
+    ],
+)
+def test_averages_equal_those_without_queues(gloo: Pools, size: int, dtype: torch.dtype, options: Any) -> None:
+    gloo.run(size, compare_with_queues, dtype, options)

@@ -37,20 +37,6 @@ def train(world: World, kind: str, options: dict[str, Any]) -> bytes:
     return Steps(kind, options).run(5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("mlp", {"sharded": True, "dtype": torch.bfloat16, "workers": 2}),
-        ("cnn", {"weighted": False, "count": 8}),
-        ("branches", {"count": 8}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
-)
-def test_weights_have_the_same_bits_on_1_2_and_4_ranks(pools: Pools, kind: str, options: dict[str, Any]) -> None:
-    results = [pools.run(size, train, kind, options) for size in (1, 2, 4)]
-    assert len({weights for of_world in results for weights in of_world}) == 1
-
-
 @pytest.mark.slow
 def test_weights_have_the_same_bits_over_gloo_and_on_8_ranks() -> None:
     results = {
@@ -302,11 +288,18 @@ def train_module(world: World, kind: str, forwards: int = 1, check: int | None =
 
 
 @pytest.mark.parametrize(
-    ("kind", "forwards"),
-    [("buffers", 2), ("spectral", 1), ("thawed", 1), ("new layers", 1)],
+    ("run", "kind", "options"),
+    [
+        (train, "mlp", {"sharded": True, "dtype": torch.bfloat16, "workers": 2}),
+        (train, "cnn", {"weighted": False, "count": 8}),
+        (train, "branches", {"count": 8}),
+        (train_module, "buffers", 2),
+        *((train_module, kind, 1) for kind in ("spectral", "thawed", "new layers")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bits_are_the_same_on_1_2_and_4_ranks(pools: Pools, kind: str, forwards: int) -> None:
-    results = [pools.run(size, train_module, kind, forwards) for size in (1, 2, 4)]
+def test_weights_have_the_same_bits_on_1_2_and_4_ranks(pools: Pools, run: Any, kind: str, options: Any) -> None:
+    results = [pools.run(size, run, kind, options) for size in (1, 2, 4)]
     assert len({weights for of_world in results for weights in of_world}) == 1
 
 
