@@ -294,18 +294,6 @@ def messages(blocks: list[ControlBlock], kind: type[Exception] = DesyncError) ->
     return result
 
 
-def test_every_rank_reads_all_reports() -> None:
-    given = [Status(3, 2, 2.5, WEIGHTED, 0, False), Status(4, 5, 0.0, 0, 0, True), Status()]
-    for block in statuses(*given):
-        assert block.statuses() == given
-
-
-def test_equal_ranks_pass_the_check() -> None:
-    status = Status(forwards=5, optimizer_steps=4, weighting=WEIGHTED)
-    for block in statuses(status, Status(**{**vars(status), "weight": 7.0})):
-        block.check(block.statuses())
-
-
 @pytest.mark.parametrize(
     ("field", "values", "expected"),
     [
@@ -387,15 +375,6 @@ def test_equal_reports_of_a_usual_step_are_read_unchanged() -> None:
     for block in statuses(given, given, given):
         assert block.statuses() == [given] * 3
         block.check(block.statuses())
-
-
-def test_block_works_the_same_without_the_arrival_order() -> None:
-    block = ControlBlock(NAMES, 0, 1)
-    block.fill([], [], [], Status(forwards=1), (), [2, 0, 1])
-    assert block.order() == [2, 0, 1]
-    block.forget_order()
-    assert block.fill([1], [], [], Status(forwards=2)).tolist()[:3] == [1, 0, 1]
-    assert (block.absent_everywhere(), block.statuses()[0].forwards) == ([1], 2)
 
 
 # -- messages inside join ----------------------------------------------------------------------------------------------

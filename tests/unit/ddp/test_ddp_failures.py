@@ -7,7 +7,6 @@ import os
 import re
 import threading
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deep import TINY, data
 from models import Trip
 from paceline.core.torch_internals import GraphTask, queue_callback
 from paceline.core.world import World
@@ -23,8 +23,6 @@ from paceline.ddp import step as steps
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
 from ranks import Ranks
 from twins import Pools, same_gradients
-
-TINY = 1e-4
 
 
 class Net(nn.Module):
@@ -46,13 +44,8 @@ def make(cap: float = TINY, **options: Any) -> tuple[DistributedDataParallel, to
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def data(world: World, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + world.rank)
-    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
-
-
 def whole(world: World, step: int) -> Tensor:
-    return torch.cat([data(SimpleNamespace(rank=rank), step) for rank in range(world.size)])  # type: ignore[arg-type]
+    return torch.cat([data(rank, step) for rank in range(world.size)])
 
 
 def error_of(function: Any, *arguments: Any) -> str:
@@ -68,14 +61,14 @@ def error_of(function: Any, *arguments: Any) -> str:
 
 def non_finite(world: World, is_enabled_later: bool) -> tuple[str, str]:
     model, _ = make(check_finite=not is_enabled_later)
-    model(data(world, 0)).sum().backward()
+    model(data(world.rank, 0)).sum().backward()
     model.zero_grad()
     model.check_finite = True
     if world.rank == 1:
         model.module.layers[0].bias.register_hook(lambda gradient: gradient * float("nan"))
-    first = error_of(lambda: model(data(world, 1)).sum().backward())
+    first = error_of(lambda: model(data(world.rank, 1)).sum().backward())
     model.zero_grad()
-    return first, error_of(lambda: model(data(world, 1)).sum().backward())
+    return first, error_of(lambda: model(data(world.rank, 1)).sum().backward())
 
 
 @pytest.mark.parametrize("is_enabled_later", [False, True])
@@ -97,7 +90,7 @@ def trip_once(world: World, failing: list[int], cap: float, weighted: bool, good
     for step in range(good_steps + 3):
         twin = copy.deepcopy(model.module)
         twin.zero_grad()
-        x, trips = data(world, step), step == good_steps and world.rank in failing
+        x, trips = data(world.rank, step), step == good_steps and world.rank in failing
 
         def run_backward(x: Tensor = x, trips: bool = trips) -> None:
             if weighted:
@@ -160,7 +153,7 @@ def trip_while_held(world: World, failing: list[int], order: str, weighted: bool
     with holds_callbacks if world.size > 1 else patch.object(local, "GraphTask", Held):
         model, optimizer = make()
         for step in range(3):  # the order of arrival becomes known
-            model(data(world, step)).sum(1).mean().backward()
+            model(data(world.rank, step)).sum(1).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         held.clear()
@@ -169,14 +162,14 @@ def trip_while_held(world: World, failing: list[int], order: str, weighted: bool
             with model.weight(weight) if weight else nullcontext():
                 (output.sum() if weight else output.sum(1).mean()).backward()
 
-        first, second = model(data(world, 3), world.rank in failing), None
+        first, second = model(data(world.rank, 3), world.rank in failing), None
         if order == "no forward between":
-            second = model(data(world, 4))
+            second = model(data(world.rank, 4))
         error = error_of(backward, first, 5 * weighted)
         errors.append(error)
         tripped = world.rank in failing
         assert bool(held) or not tripped
-        second = model(data(world, 4)) if second is None else second
+        second = model(data(world.rank, 4)) if second is None else second
 
         def let_go(_: Tensor) -> None:
             thread = threading.Thread(target=held.clear)
@@ -222,23 +215,23 @@ def trip_in_window(world: World, failing: list[int]) -> list[bool]:
     """Return whether each gradient accumulated under no_sync survives a backward that fails before reaching it."""
     model, optimizer = make()
     for step in range(2):
-        model(data(world, step)).sum().backward()
+        model(data(world.rank, step)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     with model.no_sync():
-        model(data(world, 2)).sum().backward()
+        model(data(world.rank, 2)).sum().backward()
     kept = [parameter.grad.clone() for parameter in model.parameters()]
-    error = error_of(lambda: model(data(world, 3), world.rank in failing).sum().backward())
+    error = error_of(lambda: model(data(world.rank, 3), world.rank in failing).sum().backward())
     assert error
     kept_now = [parameter.grad for parameter in model.parameters()]
-    model(data(world, 4))  # a rank with a failed backward joins the collectives that the others wait for
+    model(data(world.rank, 4))  # a rank with a failed backward joins the collectives that the others wait for
     if world.rank not in failing:
         return []
     assert all(p.grad is grad for p, grad in zip(model.parameters(), kept_now, strict=True))
     plain = copy.deepcopy(model.module)
     for parameter, gradient in zip(plain.parameters(), kept, strict=True):
         parameter.grad = gradient.clone()
-    error_of(lambda: plain(data(world, 3), True).sum().backward())
+    error_of(lambda: plain(data(world.rank, 3), True).sum().backward())
     pairs = zip(model.module.parameters(), plain.parameters(), strict=True)
     return [mine.grad is not None and torch.allclose(mine.grad, other.grad) for mine, other in pairs]
 
@@ -273,11 +266,11 @@ def test_wrapper_deleted_during_backward_leaves_no_local_gradients(pools: Pools)
 
 def peer_dies(world: World) -> list[str]:
     model, optimizer = make()
-    model(data(world, 0)).sum().backward()
+    model(data(world.rank, 0)).sum().backward()
     optimizer.zero_grad()
     if world.rank == 1:
         os._exit(7)
-    errors = [error_of(lambda step=step: model(data(world, step)).sum().backward()) for step in (1, 2)]
+    errors = [error_of(lambda step=step: model(data(world.rank, step)).sum().backward()) for step in (1, 2)]
     errors.append(error_of(model.sync_gradients))
     return errors
 

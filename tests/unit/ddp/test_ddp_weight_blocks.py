@@ -634,12 +634,7 @@ def test_mean_loss_is_reported_once_with_its_line(ranks: Ranks) -> None:
             assert 'multiply the mean by 3, or use reduction="sum" in the loss' in warned[0][2]
 
 
-def test_no_warning_for_possible_sums(ranks: Ranks) -> None:
-    for by_loss in ranks.run(mean_loss_warnings, "NO_MISTAKES", 3):
-        assert not any(by_loss.values()), by_loss
-
-
-@pytest.mark.parametrize("weight", [1, 2.5])
-def test_no_warning_if_the_weight_is_not_a_count(ranks: Ranks, weight: float) -> None:
-    for by_loss in ranks.run(mean_loss_warnings, "MISTAKES", weight):
+@pytest.mark.parametrize(("kinds", "weight"), [("NO_MISTAKES", 3), ("MISTAKES", 1), ("MISTAKES", 2.5)])
+def test_no_warning_for_possible_sums_and_weights_that_are_no_counts(ranks: Ranks, kinds: str, weight: float) -> None:
+    for by_loss in ranks.run(mean_loss_warnings, kinds, weight):
         assert not any(by_loss.values()), by_loss

@@ -410,9 +410,7 @@ def of_another_memory_format(world: World) -> tuple[bool, str]:
     results = []
     for is_sharded in (False, True):
         model = wrap(world, convolutions())
-        optimizer: Any = AdamW(model.parameters(), lr=1e-2)
-        if is_sharded:
-            optimizer = ShardedOptimizer(model, AdamW, lr=1e-2)
+        optimizer = optimizer_of(model, is_sharded, AdamW, lr=1e-2)
         for step in range(4):
             if step == 2:
                 state = optimizer.state_dict()
