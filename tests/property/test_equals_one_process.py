@@ -470,7 +470,7 @@ def compare_derivatives(world: World, loss: Callable[[Models, Tensor], None]) ->
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_losses_of_derivatives_equal_one_process(pools: Pools, loss: Callable[[Models, Tensor], None]) -> None:
-    """These gradients stayed local if their backward reached no output of the wrapper, as that of a WGAN-GP penalty."""
+    """The gradients stayed local if backward reached no output of the wrapper, for example with a WGAN-GP penalty."""
     pools.run(2, compare_derivatives, loss)
 
 

@@ -329,8 +329,6 @@ UNEQUAL_MEANS: list[tuple[Any, Any, str]] = [
     ((1.0, "many"), (1.0, 1), "rank 0: mean_over_ranks takes a number as weight, not 'many'"),
     ((1.0, 0), (1.0, 0), "mean_over_ranks: the weight is 0 on every rank"),
 ]
-
-
 MISMATCHES = {"rows": UNEQUAL, "means": UNEQUAL_MEANS}
 
 
@@ -338,9 +336,7 @@ def mismatched(world: World, name: str) -> list[str]:
     messages = []
     for values in MISMATCHES[name]:
         with pytest.raises(UsageError) as caught:
-            mean_over_ranks(*values[world.rank]) if name == "mean_over_ranks" else gather_for_metrics(
-                values[world.rank]
-            )
+            gather_for_metrics(values[world.rank]) if name == "rows" else mean_over_ranks(*values[world.rank])
         messages.append(str(caught.value))
     assert gather_for_metrics(whole(world.rank)).tolist() == [0, 1]  # all ranks are still in step
     return messages

@@ -110,7 +110,7 @@ def test_a_steady_step_never_waits_for_the_device(gloo: Pools, case: str) -> Non
 @pytest.mark.parametrize(
     ("case", "waits", "place"),
     [
-        ("SyncBatchNorm", 2, "nn/sync_batch_norm.py"),  # once per layer, as in torch; used to wait three times
+        ("SyncBatchNorm", 2, "nn/sync_batch_norm.py"),  # once per layer, like torch; used to wait three times
         ("check_finite", 1, "ddp/extensions.py"),  # used to wait once per bucket
         ("replica check", 1, "ddp/replica_check.py"),  # used to wait 900 times for 300 parameters with Adam
     ],
