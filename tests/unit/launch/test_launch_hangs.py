@@ -172,16 +172,10 @@ C10D = f"{TORCH}/distributed/distributed_c10d.py"
 SCRIPT = stack("/home/me/train.py in augment", "/home/me/train.py in <module>")
 GATHERS = stack(f"{C10D} in all_gather", f"{TORCH}/distributed/c10d_logger.py in wrapper", "/home/me/train.py in main")
 SAVES = stack(
-    f"{C10D} in all_gather",
-    f"{OURS}/core/consensus.py in gather",
-    f"{OURS}/checkpoint/saving/save.py in capture_all",
+    f"{C10D} in all_gather", f"{OURS}/core/consensus.py in gather", f"{OURS}/checkpoint/saving/save.py in capture_all"
 )
 WRITES = stack(f"{OURS}/checkpoint/saving.py in write", "/home/me/train.py in main")
-STATE = stack(
-    "/home/me/train.py in state_dict",
-    f"{OURS}/checkpoint/captures.py in own",
-    "/home/me/train.py in main",
-)
+STATE = stack("/home/me/train.py in state_dict", f"{OURS}/checkpoint/captures.py in own", "/home/me/train.py in main")
 BACKWARD = stack(f"{TORCH}/autograd/graph.py in _engine_run_backward", "/home/me/train.py in main")
 HOOK = stack("/home/me/train.py in hook", f"{OURS}/ddp/transport/comm_hook.py in wait", "/home/me/train.py in main")
 JOINS = stack(f"{STDLIB}/threading.py in join", f"{OURS}/checkpoint/saving.py in join")
@@ -216,10 +210,7 @@ HANGS: dict[str, tuple[list[RankView], tuple[int, ...]]] = {
         [sight(0, "checkpoint", 11, SAVES, asleep=11), sight(1, "loop", 12, GATHERS, asleep=12)],
         (0, 1),
     ),
-    "frequent collectives": (
-        [sight(0, "loop", 150, GATHERS, asleep=1), sight(1, "loop", 150, BACKWARD, asleep=1)],
-        (),
-    ),
+    "frequent collectives": ([sight(0, "loop", 150, GATHERS, asleep=1), sight(1, "loop", 150, BACKWARD, asleep=1)], ()),
     "no boxes": ([sight(0, None, 900), sight(1, None, 900)], ()),
     "no boxes, one rank stopped": ([sight(0, None, 900), sight(1, None, 900, stopped=11)], (1,)),
     "one rank without a box": ([sight(0, "collective", 150, steps=0), sight(1, None, 150, SCRIPT)], (1,)),
@@ -288,9 +279,7 @@ def test_rank_running_python_writes_its_own_stacks(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "wrapper", "backend"), [("loop", "paceline", "gloo"), ("save", "torch", "paceline")])
-def test_rank_in_its_own_code_is_named_instead_of_waiting_ranks(
-    tmp_path: Path, where: str, wrapper: str, backend: str
-) -> None:
+def test_rank_in_own_code_is_named_not_waiting_ranks(tmp_path: Path, where: str, wrapper: str, backend: str) -> None:
     # Detection took ten times as long, and killed a waiting rank.
     arguments = (script(tmp_path, TRAIN), where, wrapper, backend)
     options = ("--nproc", "3", "--hang-timeout", "2", "--report", "report.json")

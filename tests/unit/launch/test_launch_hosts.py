@@ -128,35 +128,23 @@ def test_launchers_exit_with_1_and_torchrun_reports_the_failed_rank(tmp_path: Pa
     assert re.search(r"Root Cause[^=]*rank      : 0 [^=]*CommunicationError: ", lost), jobs[0].stderr
 
 
+UNMET = {
+    "c10d": ("--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:9 --rdzv-conf is_host=0,read_timeout=1", 1,
+             "error: the hosts could not meet at 127.0.0.1:9 ("),
+    "static": ("--master-addr 127.0.0.1 --master-port 9 --node-rank 1 --rdzv-conf timeout=1", 1,
+               "error: the hosts could not meet at 127.0.0.1:9 ("),
+    "unknown backend": ("--rdzv-backend nope --rdzv-endpoint first:1", 2,
+                        "error: torchrun's launcher refuses these options: The rendezvous backend 'nope' is not"),
+    "port": ("--rdzv-backend static --rdzv-endpoint first:x", 2,
+             "error: torchrun's launcher refuses these options: The port number of the rendezvous endpoint 'first:x'"),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:9", "--rdzv-conf", "is_host=0,read_timeout=1"),
-        ("--master-addr", "127.0.0.1", "--master-port", "9", "--node-rank", "1", "--rdzv-conf", "timeout=1"),
-    ],
-    ids=["c10d", "static"],
-)
-def test_missing_hosts_are_reported_in_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("options", "code", "message"), UNMET.values(), ids=UNMET)
+def test_hosts_that_cannot_meet_are_reported_in_one_line(tmp_path: Path, options: str, code: int, message: str) -> None:
     # This was a traceback of 60 lines.
-    done = paceline(tmp_path, "run", "--nnodes", "2", *options, script(tmp_path, "pass"), fork="all")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: the hosts could not meet at 127.0.0.1:9 (")
+    done = paceline(tmp_path, "run", "--nnodes", "2", *options.split(), script(tmp_path, "pass"), fork="all")
+    assert done.returncode == code
+    assert done.stderr.splitlines()[-1].startswith(message)
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "endpoint", "reason"),
-    [
-        ("nope", "first:1", "The rendezvous backend 'nope' is not"),
-        ("static", "first:x", "The port number of the rendezvous endpoint 'first:x'"),
-    ],
-)
-def test_failed_rendezvous_is_reported_in_one_line(tmp_path: Path, backend: str, endpoint: str, reason: str) -> None:
-    # This was a traceback from torchrun's launcher.
-    options = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
-    done = paceline(tmp_path, "run", "--nnodes", "2", *options, script(tmp_path, "pass"), fork="all")
-    assert done.returncode == 2
-    assert f"error: torchrun's launcher refuses these options: {reason}" in done.stderr
-    assert len(done.stderr.splitlines()) == 1

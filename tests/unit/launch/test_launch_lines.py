@@ -131,9 +131,7 @@ def blocked_for_half_a_second() -> None:
 
 @pytest.mark.parametrize("options", [(), ("--tee", "3")])
 @pytest.mark.parametrize("code", [0, 7])
-def test_launcher_exits_with_the_job_code_despite_unread_output(
-    tmp_path: Path, options: tuple[str, ...], code: int
-) -> None:
+def test_job_code_is_returned_despite_unread_output(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
     text = f"import sys\nfor _ in range(160): print('x' * 100_000)\nsys.exit({code})"
     arguments = ("run", *options, script(tmp_path, text))
     done = paceline(tmp_path, *arguments, fork="all", first=blocked_for_half_a_second)
@@ -176,9 +174,7 @@ time.sleep(60)
 """
 
 
-def test_terminal_output_has_prompts_rank_prefixes_and_a_newline_on_ctrl_c(
-    tmp_path: Path,
-) -> None:
+def test_terminal_output_has_prompts_rank_prefixes_and_a_newline_on_ctrl_c(tmp_path: Path) -> None:
     arguments = ("run", "--nproc", "2", "--prefix-ranks", script(tmp_path, ON_A_TERMINAL))
     done = paceline(tmp_path, *arguments, first=as_on_a_terminal)
     lines = done.stdout.splitlines()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from loops import loop
-from paceline.core.missing_ranks import reason_of
 from paceline.errors import UsageError
 from paceline.launch import agent
 from paceline.launch.job import Job
@@ -20,17 +19,14 @@ LOOP = loop(
     6,
     begin="""
 from paceline.errors import UsageError
-how = sys.argv[1]
-if how == "early" and world.rank == 1 and start == 0:
+if world.rank == 1 and start == 0:
     os.kill(os.getpid(), 9)
 """,
     before="""
-if how == "early" and world.rank == 1 and start == 1:
+if world.rank == 1 and start == 1:
     raise OSError("the address is in use")
-if step == 3 and how == "early":
+if step == 3:
     raise UsageError("lr=7 is not a thing; give another")
-if step == 3 and how == "error" and world.rank == 1:
-    raise ValueError(f"the labels are wrong, says {os.getpid()} of {object()}")
 """,
 )
 
@@ -47,9 +43,7 @@ if step == 3 and how == "error" and world.rank == 1:
          "ulimit -f unlimited"),
     ],
 )  # fmt: skip
-def test_low_limit_is_reported_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, limit: int, value: int, message: str
-) -> None:
+def test_low_limit_is_one_line(monkeypatch: pytest.MonkeyPatch, limit: int, value: int, message: str) -> None:
     limits = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)}
     monkeypatch.setattr(resource, "getrlimit", (limits | {limit: (value, value)}).__getitem__)
     monkeypatch.setattr(agent, "run", lambda *_: pytest.fail("started"))
@@ -84,13 +78,8 @@ def test_limit_hit_during_startup_is_reported_in_one_line(
     assert '"exit_code": 1' in report.read_text()
 
 
-def test_error_without_a_message_is_named_by_its_class() -> None:
-    assert reason_of(TimeoutError()) == "TimeoutError"
-    assert reason_of(RuntimeError("\n[a.cpp:7] no answer.")) == "no answer"
-
-
 def test_user_errors_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:
-    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), "early", fork="all")
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), fork="all")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("starting all ranks again") == 2
     assert "rank 1 failed first (signal SIGKILL" in done.stderr
@@ -99,15 +88,6 @@ def test_user_errors_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: lr=7 is not a thing; give another (")
     assert "script.py, line " in last
-
-
-def test_repeated_error_in_the_same_place_ends_the_job(tmp_path: Path) -> None:
-    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), "error", fork="all")
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.count("starting all ranks again") == 1
-    assert "the previous start failed with the same error in the same place" in done.stderr
-    last = "error: rank 1 failed first (exit code 1: ValueError: the labels are wrong, says "
-    assert done.stderr.splitlines()[-1].startswith(last), done.stderr
 
 
 TORCH_LOOP = """

@@ -42,19 +42,12 @@ def at(place, step=2):
             if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
             os._exit(3)
 
-class Struck(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        return x.clone()
-    @staticmethod
-    def backward(context, gradient):
-        at("backward", step)
-        return gradient
-
 class Net(torch.nn.Linear):
     def forward(self, x):
         at("forward", step)
-        return Struck.apply(super().forward(x))
+        out = super().forward(x)
+        out.register_hook(lambda gradient: at("backward", step))
+        return out.clone()
 
 at("start")
 model = paceline.DistributedDataParallel(Net(4, 4))
@@ -183,9 +176,7 @@ def test_running_and_interrupted_jobs_are_not_ok(tmp_path: Path) -> None:
         ("/dev/full", "--report /dev/full cannot be written: No space left"),
     ],
 )
-def test_unwritable_report_is_refused_before_the_job_starts(
-    monkeypatch: pytest.MonkeyPatch, file: str, error: str
-) -> None:
+def test_unwritable_report_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch, file: str, error: str) -> None:
     monkeypatch.setattr(agent, "run", lambda *_: pytest.fail("started"))
     with pytest.raises(UsageError, match=f"^{error}"):
         agent.launch(Job(["true"], 1, report=file))

@@ -216,8 +216,3 @@ def test_gpu_count_is_not_invented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(UsageError, match="no GPU"):
         resolve_nproc("gpu")
-
-
-def test_job_requires_a_command() -> None:
-    with pytest.raises(UsageError, match="the command is empty"):
-        Job([], 1)

@@ -80,10 +80,7 @@ def saved_steps(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "target", "arguments"),
-    [
-        (signal.SIGUSR1, "launcher", ["slow=loop", "background=1"]),
-        (signal.SIGTERM, "rank", ["slow=save", "every=3"]),
-    ],
+    [(signal.SIGUSR1, "launcher", ["slow=loop", "background=1"]), (signal.SIGTERM, "rank", ["slow=save", "every=3"])],
     ids=["computing", "saving"],
 )
 def test_signal_saves_a_common_step_and_resuming_matches_an_undisturbed_run(
@@ -377,8 +374,7 @@ def test_ranks_without_a_shared_job_folder_agree_on_the_saved_step(tmp_path: Pat
 
 
 WORKER_DIES = TRAIN.replace("step == 3 and options", "step == 3 and world.rank == 1 and options").replace(
-    'get("seconds", 60)))\n',
-    'get("seconds", 60)))\n        raise RuntimeError("a worker has gone")\n',
+    'get("seconds", 60)))\n', 'get("seconds", 60)))\n        raise RuntimeError("a worker has gone")\n'
 )
 
 

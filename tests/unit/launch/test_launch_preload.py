@@ -255,9 +255,7 @@ def test_environment_variable_disables_preloading_for_every_command(monkeypatch:
 @pytest.mark.parametrize(
     ("first", "path"), [("-m", [os.getcwd()]), ("-c", [""]), (__file__, [os.path.dirname(__file__)])]
 )
-def test_imports_search_the_folder_of_the_script_first(
-    monkeypatch: pytest.MonkeyPatch, first: str, path: list[str]
-) -> None:
+def test_imports_search_the_script_folder_first(monkeypatch: pytest.MonkeyPatch, first: str, path: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", [first])
     assert fork_server.first_path() == path
 

@@ -33,15 +33,6 @@ def start(job: Path, completed: Sequence[int], restored: int = 0, ended: bool = 
             record.has_ended = True
 
 
-def test_ranks_without_step_records_restart_only_on_request(tmp_path: Path) -> None:
-    assert Restarts(tmp_path, None).decide(Cause()) is None
-    restarts = Restarts(tmp_path, 2)
-    assert restarts.decide(Cause()) == "starting all ranks again (restart 1 of 2)"
-    assert restarts.decide(Cause()) == "starting all ranks again (restart 2 of 2)"
-    assert restarts.decide(Cause()) is None
-    assert restarts.count == 2
-
-
 def test_default_limit_is_three_restarts_without_progress(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, None)
     start(tmp_path, [5, 4])
@@ -138,12 +129,8 @@ NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
         (Failure(LEFT, [NEW_FOLDER]), Past({"a": 5}, LIMIT - 1), None, Verdict.IN_VAIN),
         (Failure(LEFT, [replace(NEW_FOLDER, completed=6)]), Past({"a": 5}, LIMIT - 1), None, Verdict.RESTART),
         (Failure(LEFT, [NEW_FOLDER]), Past({"a": 9, "b": 4}, LIMIT - 1), None, Verdict.RESTART),  # both folders advance
-        (
-            Failure(LEFT, [NEW_FOLDER, replace(FIVE, completed=9)]),
-            Past({"a": 9}, LIMIT),
-            None,
-            Verdict.RESTART,
-        ),  # stages
+        # Stages.
+        (Failure(LEFT, [NEW_FOLDER, replace(FIVE, completed=9)]), Past({"a": 9}, LIMIT), None, Verdict.RESTART),
         (Failure(LEFT, [FIVE]), Past({"a": 5}, 1), 2, Verdict.IN_VAIN),
         (Failure(LEFT, [NEW]), Past({}, LIMIT - 1), None, Verdict.RESTART),
         (Failure(WRONG, [NEW_FOLDER]), Past({"a": 5}, 0, ("ValueError", 5)), None, Verdict.REPEATED),
@@ -157,9 +144,7 @@ def test_verdict_of_a_failure(failure: Failure, past: Past, limit: int | None, e
 
 
 @pytest.mark.parametrize(("limit", "made", "said"), [(None, True, True), (None, False, False), (2, False, True)])
-def test_missing_restart_is_explained_only_if_one_was_possible(
-    tmp_path: Path, limit: int | None, made: bool, said: bool
-) -> None:
+def test_missing_restart_is_explained_if_possible(tmp_path: Path, limit: int | None, made: bool, said: bool) -> None:
     restarts = Restarts(tmp_path, limit)
     if made:
         start(tmp_path, [0, 0])
@@ -268,9 +253,7 @@ def test_cause_is_the_first_error_of_the_rank_itself(ends: list[End], expected: 
         ([], [], " from the beginning, 7 steps back, because no rank could save step 7"),
     ],
 )
-def test_restart_message_names_the_step_to_resume(
-    tmp_path: Path, rescued: list[int], on_disk: list[int], said: str
-) -> None:
+def test_message_names_the_step_to_resume(tmp_path: Path, rescued: list[int], on_disk: list[int], said: str) -> None:
     # With 1 MiB of /dev/shm the message named a step in memory, but the run resumed from an older one on disk.
     start(tmp_path, [7, 6])
     for folder, steps in ((tmp_path / RESCUE / KEY, rescued), (tmp_path / "checkpoints", on_disk)):
@@ -350,15 +333,6 @@ def test_damaged_record_is_ignored(broken: bytes, tmp_path: Path) -> None:
     start(tmp_path, [7, 6])
     record_path(tmp_path / STEPS / KEY, 1).write_bytes(broken)
     assert [record.completed for record in records_in(tmp_path / STEPS / KEY)] == [7]
-
-
-def test_record_keeps_the_requests_of_two_steps(tmp_path: Path) -> None:
-    record = StepRecord(record_path(tmp_path, 0), make=True)
-    seen = StepRecord(record_path(tmp_path, 0))
-    record.prepare(4, 1)
-    record.prepare(5, 2)
-    assert (seen.prepared, seen.stop_requests(4), seen.stop_requests(5)) == (5, 1, 2)
-    assert seen.pid == os.getpid()
 
 
 def test_ranks_share_a_job_only_on_the_same_host(tmp_path: Path) -> None:

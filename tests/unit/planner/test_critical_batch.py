@@ -32,8 +32,7 @@ def test_noise_scale_is_unknown_with_few_steps_one_rank_or_dominating_noise() ->
 
 
 @pytest.mark.parametrize(
-    ("batch", "steps", "samples"),
-    [(1000.0, 2.0, 2.0), (250.0, 5.0, 1.25), (4000.0, 1.25, 5.0), (1.0, 1001.0, 1.001)],
+    ("batch", "steps", "samples"), [(1000.0, 2.0, 2.0), (250.0, 5.0, 1.25), (4000.0, 1.25, 5.0), (1.0, 1001.0, 1.001)]
 )
 def test_time_and_cost_trade_off(batch: float, steps: float, samples: float) -> None:
     assert trade_off(batch, 1000.0) == pytest.approx((steps, samples))

@@ -265,9 +265,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
-def test_invalid_summary_files_are_refused_in_one_line(
-    tmp_path: Path, make: Callable[[Path], object], message: str
-) -> None:
+def test_invalid_files_are_refused_in_one_line(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
     make(tmp_path / "summary.json")
     with pytest.raises(UsageError, match=message) as caught:
         from_summary(tmp_path / "summary.json")

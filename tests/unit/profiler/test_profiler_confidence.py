@@ -11,9 +11,7 @@ from paceline.profiler.facts import is_lasting, late_since
 Busy = list[list[float]]
 
 
-def run(
-    steps: int, seconds: float, slow: dict[int, float], seed: int = 0, noise: float = 0.1
-) -> tuple[Busy, list[float]]:
+def run(steps: int, seconds: float, slow: dict[int, float], seed: int = 0) -> tuple[Busy, list[float]]:
     """Make steps of 2 ranks; rank 1 takes `slow[step]` times as long."""
     jitter = random.Random(seed)
     busy = [[seconds * abs(jitter.gauss(1, 0.1)) for _ in range(2)] for _ in range(steps)]

@@ -143,9 +143,7 @@ def test_control_characters_do_not_reach_the_terminal(folder: Path, capsys: pyte
     assert "\x07" not in shown
 
 
-def test_long_errors_and_missing_records_take_one_bounded_line(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_errors_and_missing_records_take_one_short_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
         text = path_of(folder, rank).read_text().replace('"size": 2', '"size": 40')
         path_of(folder, rank).write_text(text.replace('"ended": ""', f'"ended": "{"gone" * 5000}"'))

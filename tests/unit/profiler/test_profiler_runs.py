@@ -27,11 +27,7 @@ from paceline.profiler.rank_file import KILLED, path_of, read_ranks
 from ranks import Pools
 
 STEPS = 28
-PATCHED = (
-    (torch.autograd, "backward"),
-    (dist, "all_reduce"),
-    (nn.parallel.DistributedDataParallel, "__call__"),
-)
+PATCHED = ((torch.autograd, "backward"), (dist, "all_reduce"), (nn.parallel.DistributedDataParallel, "__call__"))
 
 
 def originals() -> list[Any]:

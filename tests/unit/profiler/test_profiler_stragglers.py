@@ -65,14 +65,15 @@ def test_intermittently_slow_rank_is_fluctuating(slow_in):
     assert straggler.slowdown == pytest.approx(1.5, rel=0.03)
 
 
-@pytest.mark.parametrize(("slow", "ranks"), [(1, 2), (15, 32)])
-def test_up_to_half_of_the_ranks_can_be_named_at_once(slow, ranks):
-    """Often a whole host is slow, so the reference must hold until half of the ranks are slow."""
+@pytest.mark.parametrize(("slow", "ranks"), [(1, 2), (15, 32), (5, 8), (11, 16)])
+def test_many_ranks_can_be_named_at_once_even_a_majority(slow, ranks):
+    """Often a whole host is slow. The reference is the fastest quarter, because a median would include slow ranks."""
     seconds = times(300, ranks, 0.05)
-    seconds[:, :slow] *= 1.3
+    seconds[:, :slow] *= 1.4
     stragglers = find_stragglers(seconds)
     assert sorted(straggler.rank for straggler in stragglers) == list(range(slow))
     assert all(straggler.kind == "persistent" for straggler in stragglers)
+    assert all(straggler.slowdown == pytest.approx(1.4, rel=0.05) for straggler in stragglers)
     assert [s.seconds_lost for s in stragglers] == sorted((s.seconds_lost for s in stragglers), reverse=True)
 
 
@@ -127,17 +128,6 @@ def test_constant_differences_do_not_hide_a_rank_that_becomes_slow():
         straggler = only(seconds)
         assert (straggler.rank, straggler.kind) == (2, "emerging")
         assert abs(straggler.first_step - 190) <= 20
-
-
-def test_slow_majority_is_named_if_slow_from_the_start():
-    """The reference is the fastest quarter, because a median would take the slow ranks for normal."""
-    for ranks, slow in ((8, 5), (16, 11)):
-        seconds = times(300, ranks, 0.1)
-        seconds[:, :slow] *= 1.4
-        stragglers = find_stragglers(seconds)
-        assert sorted(straggler.rank for straggler in stragglers) == list(range(slow))
-        assert all(straggler.kind == "persistent" for straggler in stragglers)
-        assert all(straggler.slowdown == pytest.approx(1.4, rel=0.05) for straggler in stragglers)
 
 
 def test_gradually_slowing_rank_is_emerging():

@@ -69,9 +69,7 @@ ONE_LINE = "error: the module has no parameter that requires a gradient"
         ("other", 1, "", "[rank0]: Traceback"),
     ],
 )
-def test_a_mistake_in_a_standalone_script_is_one_line(
-    tmp_path: Path, given: str, code: int, out: str, first: str
-) -> None:
+def test_a_mistake_in_a_plain_script_is_one_line(tmp_path: Path, given: str, code: int, out: str, first: str) -> None:
     # It was a traceback, with exit code 1.
     (tmp_path / "train.py").write_text(SCRIPT)
     done = paceline(tmp_path, program=("train.py", given), fork="all")

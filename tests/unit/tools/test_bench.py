@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.algorithms import build
 from paceline.errors import UsageError
 from paceline.tools.bench import measure
 from paceline.tools.bench.bench_command import OPS, parse_ops, parse_sizes
@@ -38,11 +37,6 @@ def test_sizes_accept_units_and_names_accept_either_dash() -> None:
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--sizes: '"):
         parse_sizes(text)
-
-
-def test_measured_algorithms_compute_their_collective() -> None:
-    for op, names in OURS.items():
-        assert {build(name, 4).result for name in names} == {op.replace("_", "-")}
 
 
 def test_reported_time_is_the_median_with_quartiles() -> None:

@@ -78,28 +78,17 @@ REFUSED = {
     "no value behind a recipe": (["compare", "digits", "--steps"], "Option '--steps' requires an argument"),
     "mistyped option": (["train", "digits", "--epohcs", "3"], "No such option: --epohcs; did you mean --epochs?"),
     "torchrun's option": (["train", "digits", "--nproc-per-node", "2"], "--nproc-per-node; did you mean --nproc?"),
-    "mistyped option of run": (["run", "--nporc", "3", "x.py"], "no option --nporc; did you mean --nproc?"),
     "help as a word": (["help"], "unknown command 'help'; did you mean paceline --help?"),
     "a script without run": (["x.py"], "unknown command 'x.py'; did you mean paceline run x.py?"),
     "mpirun's -n": (["run", "-n", "2", "x.py"], "no option -n; did you mean --nproc?"),
-    "mpirun's -n without run": (
-        ["-n", "2", "x.py"],
-        "No such option: -n; options go after a command, as in: paceline run",
-    ),
-    "several numbers of ranks": (
-        ["run", "--nproc", "1,2", "x.py"],
-        "to compare numbers of ranks, use paceline compare",
-    ),
+    "mpirun's -n without run": (["-n", "2", "x.py"], "No such option: -n; options go after a command, as in: paceline"),
+    "several numbers of ranks": (["run", "--nproc", "1,2", "x.py"], "to compare numbers of ranks, use paceline comp"),
     "ranks in words": (["train", "digits", "--nproc", "two"], "--nproc='two' is neither a number nor auto, gpu or cpu"),
     "refused by the recipe": (["train", "digits", "--epochs", "0"], "epochs=0 is less than 1"),
     "ranks refused by the recipe": (["train", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
     # Only the ranks refused it, once each.
     "ranks to profile": (["profile", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
-    "noise of one rank": (
-        ["profile", "--noise-scale", "--nproc", "1", "digits"],
-        "compares the gradients of ranks, but",
-    ),
-    "missing script": (["run", "nope.py"], "the script 'nope.py' does not exist"),
+    "noise of one rank": (["profile", "--noise-scale", "--nproc", "1", "digits"], "compares the gradients of ranks"),
 }
 
 
@@ -142,9 +131,7 @@ def test_command_options_work_anywhere_around_a_recipe(given: str, target: str, 
 
 
 @pytest.mark.parametrize("command", ["profile --out {} digits", "train digits --profile {}"])
-def test_profile_of_a_recipe_shows_the_typed_command(
-    run: Any, started: list[Job], tmp_path: Path, command: str
-) -> None:
+def test_profile_of_a_recipe_has_the_typed_command(run: Any, started: list[Job], tmp_path: Path, command: str) -> None:
     """Ranks run a module with the whole configuration as JSON, which is unreadable in a title."""
     arguments = [*command.format(tmp_path / "out").split(), "--epochs", "3", "--checkpoint-dir", "my runs", "--resume"]
     run(*arguments)  # fails in the end because no rank started that could leave a record
@@ -153,9 +140,7 @@ def test_profile_of_a_recipe_shows_the_typed_command(
     assert started[0].env["FOR_RANKS"] == str(started[0].nproc)  # missing in the ranks of a profile
 
 
-def test_recipe_options_match_the_fields_of_its_configuration(
-    run: Any, started: list[Job], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_options_match_its_fields(run: Any, started: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     # cli.py listed them by hand, so a new field of a configuration did not become an option.
     assert run("train", "digits", "--help") == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""``paceline explain``: drawings match the schedules, and the page plays them."""
+"""``paceline explain``: drawings match the schedules, torch's calls and hand calculations, and the page plays them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor, nn
 
+import paceline
 from browser import run_in_page
 from paceline.comm.algorithms import NAMES, Schedule, build
-from paceline.tools.explain import buckets, collectives
-from paceline.tools.explain.explain_command import KNOWN, scenes
+from paceline.core.world import World
+from paceline.data import DataLoader
+from paceline.tools.explain import bubble, buckets, collectives
+from paceline.tools.explain.buckets import BANDWIDTH, LATENCY
+from paceline.tools.explain.collectives import BEFORE_2_13, Collective, outcome, states
+from paceline.tools.explain.drawing import Cell
+from paceline.tools.explain.explain_command import KNOWN, MOST_RANKS, scenes
 from paceline.tools.explain.scene import Frame, page, sheet
+from paceline.tools.explain.slices import expression, steps
+from ranks import Pools
 
 PICTURES = Path(__file__).parents[3] / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -185,3 +195,129 @@ def test_command_writes_the_file(suffix: str, tmp_path: Path, run: Any, capsys: 
     assert capsys.readouterr().out == f"wrote {file}\n"
     made: Any = {"svg": sheet, "html": page}[suffix](scenes("ring", 3))
     assert file.read_text("utf-8") == made
+
+
+# -- collectives: the drawn states match the inputs and outputs of torch's calls ---------------------------------------
+
+
+def numbers(cells: list[Cell], row_of: list[int]) -> torch.Tensor:
+    """Return a rank's rows as numbers: 2^r + 1000 c for chunk c of rank r, 0 if empty."""
+    return torch.tensor(
+        [sum(2**rank + 1000 * row for rank in cell.terms) for cell, row in zip(cells, row_of, strict=True)]
+    )
+
+
+def letters(collective: Collective, cells: list[Cell]) -> list[int]:
+    """Return the chunk in each row: the row index, or the letter in an all-to-all."""
+    is_exchange = collective.schedule.result == "all-to-all"
+    return [ord(cell.label[0]) - 65 if is_exchange else row for row, cell in enumerate(cells)]
+
+
+def called(collective: Collective, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return this rank's result of the call shown below the picture, on the picture's data."""
+    part = tensor[rank : rank + 1].clone()
+    given = {"tensor": tensor, "part": part, "input": tensor, "output": torch.zeros_like(tensor)}
+    name, _, arguments = collective.call.partition("(")
+    name = name if hasattr(dist, name) else BEFORE_2_13[name]
+    eval(f"dist.{name}({arguments}", {"dist": dist}, given)
+    if collective.schedule.result == "reduce-scatter":
+        return torch.zeros_like(tensor).index_put_((torch.tensor([rank]),), given["part"])
+    return given["output"] if collective.schedule.result == "all-to-all" else tensor
+
+
+@pytest.mark.ranks(4)
+def test_picture_matches_the_torch_call() -> None:
+    rank = dist.get_rank()
+    for collective in collectives.collectives(4):
+        start, *_, end = (state[rank] for state in states(collective.schedule))
+        given = numbers(start, letters(collective, start))
+        result = called(collective, given, rank)
+        if collective.schedule.result != "reduce" or rank == 0:  # torch leaves the others' tensors undefined
+            assert torch.equal(result, numbers(end, letters(collective, end))), collective.schedule.name
+
+
+@pytest.mark.parametrize("size", [2, MOST_RANKS])
+def test_bytes_and_times_match_the_cost_model(size: int) -> None:
+    mib, most, share = 25.0, size.bit_length() - 1, (size - 1) / size
+    laws = {
+        "broadcast": (most, most, most, 1),
+        "reduce": (most, most, 1, most),
+        "all-reduce": (2 * (size - 1), 2 * share, 2 * share, 2 * share),
+        "reduce-scatter": (size - 1, share, share, share),
+        "all-gather": (size - 1, share, share, share),
+        "all-to-all": (size - 1, share, share, share),
+    }
+    assert [collective.schedule.result for collective in collectives.collectives(size)] == list(laws)
+    for collective in collectives.collectives(size):
+        messages, tensors, sent, received = laws[collective.schedule.result]
+        seconds = messages * LATENCY + tensors * mib * 2**20 / BANDWIDTH
+        said = outcome(collective)
+        assert f": {1000 * seconds:.1f} ms in {messages} step" in said
+        assert f" up to {mib * sent:.4g} " in said
+        assert f" up to {mib * received:.4g} MiB" in said
+
+
+# -- same-bits: the library sums in the drawn tree ---------------------------------------------------------------------
+
+
+def evaluated(text: str, values: Tensor) -> Tensor:
+    """Evaluate an expression of slices in float32."""
+    return eval(re.sub(r"\d+", lambda found: f"values[{found[0]}]", text), {"values": values})
+
+
+def gradients(world: World, slices: int, values: Tensor) -> Tensor:
+    """Return the gradient with virtual ranks for slices with gradients `values`, times the number of slices."""
+    layer = nn.Linear(1, 1, bias=False)
+    model = paceline.DistributedDataParallel(layer, virtual_ranks=slices)
+    for x in paceline.accumulate(model, DataLoader(values.unsqueeze(1), slices)):
+        model(x).sum().backward()
+    assert layer.weight.grad is not None
+    return layer.weight.grad.squeeze() * slices
+
+
+def test_library_sums_in_the_tree_below_the_picture(pools: Pools) -> None:
+    slices, differs = 8, 0
+    for seed in range(3):
+        values = torch.randn(slices, generator=torch.Generator().manual_seed(seed))
+        tree = evaluated(expression(0, slices), values)
+        for size in (1, 2):
+            assert [float(result) for result in pools.run(size, gradients, slices, values)] == [float(tree)] * size
+        differs += float(evaluated(" + ".join(map(str, range(slices))), values)) != float(tree)
+    assert differs  # another order gives another sum
+
+
+@pytest.mark.parametrize("slices", [16])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ranks_compute_each_sum_of_the_tree_once(slices: int, ranks: int) -> None:
+    made = [node for step in steps(slices, ranks) for node in step.made]
+    want = [(first, 2**power) for power in range(slices.bit_length()) for first in range(0, slices, 2**power)]
+    assert sorted((node.first, node.size) for node in made) == sorted(want)
+    share = slices // ranks
+    assert all((node.rank is None) == (node.size > share) for node in made)
+    assert all(node.rank in (None, node.first // share) for node in made)
+
+
+# -- bubble: bubbles of late ranks, compared with values computed by hand ----------------------------------------------
+
+
+RANKS = [2, MOST_RANKS]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_bubbles_are_independent_of_bandwidth_and_vanish_for_equal_work(ranks: int) -> None:
+    late, fast, equal = bubble.late_rank(ranks)
+    # By hand: half of the 75 + 150 ms of extra work.
+    assert late.bubbles == pytest.approx([0.0 if rank == bubble.LATE else 0.1125 for rank in range(ranks)])
+    assert fast.bubbles == late.bubbles
+    assert fast.communication < 0.6 * late.communication
+    assert equal.bubbles == [0.0] * ranks
+    assert equal.length < late.length
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_that_synchronize_once_wait_for_the_largest_sum(ranks: int) -> None:
+    each, once = bubble.accumulation(ranks)
+    late = [sum(micro % ranks == rank for micro in range(bubble.MICRO_BATCHES)) for rank in range(ranks)]
+    assert each.bubbles == pytest.approx([0.1125 * (bubble.MICRO_BATCHES - times) for times in late])
+    assert once.bubbles == pytest.approx([0.1125 * (max(late) - times) for times in late], abs=1e-8)
+    assert once.communication == pytest.approx(each.communication / bubble.MICRO_BATCHES, rel=0.3)

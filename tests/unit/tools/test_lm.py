@@ -1,7 +1,9 @@
-"""The lm recipe: text, tokens and windows, model and optimizer, and training on several ranks."""
+"""The lm recipe: text, tokens and windows, model and optimizer, training on several ranks, and its command."""
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,8 @@ from paceline.core.unwrapping import unwrap
 from paceline.core.world import World
 from paceline.tools.recipes.datasets import IGNORED, Characters, Windows, make_corpus, read_text, split
 from paceline.tools.recipes.lm import GPT, LmConfig, optimizer_for, train_lm, written_on
+from processes import paceline
+from recipe_reports import FIELDS
 from twins import Pools
 
 SMALL: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "context": 16, "warmup_steps": 5, "sample": 0}
@@ -91,13 +95,6 @@ def test_token_does_not_affect_earlier_predictions() -> None:
         assert (after[0, position] - expected[0, position]).abs().max() > 1e-3
 
 
-def test_initial_model_predicts_uniformly() -> None:
-    with set_seed(0):
-        logits = GPT(11, context=12, width=16, layers=2, heads=2)(torch.zeros(2, 12, dtype=torch.int64))
-    assert logits.shape == (2, 12, 11)
-    assert not logits.any()
-
-
 def train_by_both(world: World) -> None:
     """Train one model by the combined optimizer, and another by torch's two optimizers."""
     ours, theirs = trained_a_little(), trained_a_little()
@@ -149,14 +146,6 @@ def test_ranks_and_micro_batches_give_the_same_loss(pools: Pools, text: Path) ->
     assert losses[1, 1] < 2.6  # a uniform prediction gives 3.1
 
 
-@pytest.mark.slow
-def test_virtual_ranks_give_the_same_weights_and_metrics_on_1_and_2_ranks(pools: Pools, text: Path) -> None:
-    config = LmConfig(data=str(text), max_steps=12, batch_size=12, virtual_ranks=8, precision="bf16", **SMALL)
-    reports = [report for size in (1, 2) for report, _ in pools.run(size, trained, config)]
-    assert len({sha for report in reports for sha in report["replica_sha256"]}) == 1
-    assert len({(report["loss"], report["perplexity"], report["steps"]) for report in reports}) == 1
-
-
 def naive_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
     """Compute the reported loss by its definition, one token at a time."""
     losses = []
@@ -182,10 +171,31 @@ def test_reported_loss_is_the_mean_over_all_validation_tokens(pools: Pools, text
         assert reported == pytest.approx(expected, rel=1e-5)
 
 
-def test_resume_with_another_text_is_refused(pools: Pools, text: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text(text.read_text("utf-8").replace("king", "ring", 1), "utf-8")
-    config = LmConfig(data=str(text), epochs=1, batch_size=32, checkpoint_dir=str(tmp_path / "points"), **SMALL)
-    pools.run(1, trained, config)
-    with pytest.raises(AssertionError, match="the training data differ from the checkpoint"):
-        pools.run(1, trained, replace(config, data=str(other), resume=True))
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+TEXT = "so we'll live, and pray, and sing, and tell old tales, and laugh\n" * 60
+OPTIONS = ["--context", "32", "--width", "16", "--layers", "1", "--heads", "2", "--epochs", "1", "--batch-size", "32"]
+
+
+PROMISED = {"loss": float, "perplexity": float, "tokens_per_second": float, **FIELDS}
+
+
+def test_run_reports_its_figures_and_generates_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ["--data", "text.txt", *OPTIONS, "--sample", "40", "--json", "report.json"]
+    done = paceline(tmp_path, "train", "lm", "--nproc", "2", *options, fork="all", OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {name: type(value) for name, value in report.items()} == PROMISED
+    assert (report["world_size"], report["replicas_identical"]) == (2, True)
+    assert report["perplexity"] == pytest.approx(math.exp(report["loss"]))
+    assert report["tokens_per_second"] == pytest.approx(32 * report["samples_per_second"])
+    lines = [" ".join(line.replace("│", " ").split()) for line in done.stdout.splitlines()]
+    assert f"loss {report['loss']:.4f}" in lines
+    assert f"perplexity {report['perplexity']:.4f}" in lines
+    assert any(line.startswith("tokens per second") for line in lines)
+    table, sample = done.stdout.split("A sample of the model's text:\n")
+    assert "lm, 2 ranks" in table
+    assert len(sample) == 1 + 40 + 1  # the prompt token, the requested tokens and the newline of print
+    assert set(sample) <= set(TEXT)

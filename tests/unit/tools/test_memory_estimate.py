@@ -418,10 +418,7 @@ REFUSED = {
     "buffers alone": (["zoo:Buffers"], "no parameter that requires a gradient"),
     "other folder": (["other"], "'other' is not a model"),
     "no such path": (["./no/model"], "'./no/model' is neither a folder nor the name of a model"),
-    "offline": (
-        ["org/name"],
-        "the configuration of org/name is not on this machine, and HF_HUB_OFFLINE is set; to run without",
-    ),
+    "offline": (["org/name"], "the configuration of org/name is not on this machine, and HF_HUB_OFFLINE is set"),
 }
 
 

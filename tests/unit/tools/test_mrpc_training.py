@@ -233,12 +233,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.items(), ids=DAMAGE)
 def test_incompatible_model_is_refused_in_one_line(
-    pools: Pools,
-    config: MrpcConfig,
-    saved: tuple[Path, dict[str, float]],
-    tmp_path: Path,
-    damage: str,
-    message: str,
+    pools: Pools, config: MrpcConfig, saved: tuple[Path, dict[str, float]], tmp_path: Path, damage: str, message: str
 ) -> None:
     # transformers initializes missing weights randomly, and says so only among other warnings.
     damaged(saved[0], tmp_path / "model", damage)

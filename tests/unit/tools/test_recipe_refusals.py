@@ -98,9 +98,7 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_wrong_option_is_refused_before_any_rank_starts(
-    config: DigitsConfig | LmConfig | MrpcConfig, message: str
-) -> None:
+def test_wrong_option_is_refused_before_the_start(config: DigitsConfig | LmConfig | MrpcConfig, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         config.check()
     assert message in str(refused.value)

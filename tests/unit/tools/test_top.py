@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from paceline.core.job_directory import PARENT, JobNote
-from paceline.core.messages import duration
 from paceline.errors import UsageError
 from paceline.launch.hook.run_module import module_command
 from paceline.launch.job import title_of
@@ -134,9 +133,7 @@ def test_several_jobs_need_a_choice_and_no_job_is_reported(tmp_path: Path) -> No
 # -- titles and choices ------------------------------------------------------------------------------------------------
 
 
-def test_job_of_the_current_folder_is_the_default_unless_ambiguous(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_of_this_folder_is_the_default_unless_ambiguous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here, other = str(tmp_path), str(tmp_path / "elsewhere")
     jobs = {Path(str(pid)): JobNote(pid, "", "train.py", 2, 0.0, folder) for pid, folder in ((1, here), (2, other))}
@@ -207,8 +204,3 @@ def test_rank_that_currently_blocks_all_others_is_stuck() -> None:
     assert find_straggler([waits[0], stuck, replace(stuck, rank=1)]) is None, "two stuck ranks"
     assert find_straggler([replace(rank, step_seconds=4.0) for rank in (*waits, stuck)]) is None, "long steps"
     assert describe([*waits, replace(stuck, state=ENDED)]) == "rank 2 has ended"
-
-
-def test_times_are_formatted() -> None:
-    times = {5e-5: "50 µs", 0.0123: "12.3 ms", 0.5: "500 ms", 4.25: "4.2 s", 185: "3 min 5 s", 7800: "2 h 10 min"}
-    assert {seconds: duration(seconds) for seconds in times} == times

@@ -173,10 +173,8 @@ def interrupt_within(then: Exception | None) -> None:
     ("how", "expected"),
     [
         ("twice", [type(None), True]),  # the second one does not wait for the step
-        (
-            "then an error",
-            [OSError, True],
-        ),  # terminals also signal the workers, whose exit was reported instead of the error
+        # Terminals also signal the workers, whose exit was reported instead of the error.
+        ("then an error", [OSError, True]),
         ("own handler", [signal.SIGINT]),  # a handler installed by the user is left alone
     ],
 )

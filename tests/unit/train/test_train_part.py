@@ -58,10 +58,7 @@ def train_the_head(world: World, config: dict[str, Any], ends_at: int | None, is
     return digest([model.state_dict()])
 
 
-@pytest.mark.parametrize(
-    ("precision", "ends_at", "slices"),
-    [("fp32", 4, None), ("fp16", None, 4)],
-)
+@pytest.mark.parametrize(("precision", "ends_at", "slices"), [("fp32", 4, None), ("fp16", None, 4)])
 def test_gradients_outside_the_optimizer_have_no_effect(
     pools: Pools, tmp_path: Path, precision: str, ends_at: int | None, slices: int | None
 ) -> None:

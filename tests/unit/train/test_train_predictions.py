@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from paceline.core.rng import rng_state
 from paceline.core.world import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.train import TrainConfig, Trainer, predict
-from trainings import Points, Run, digest, net, refusal, squared_loss
+from trainings import Points, Run, Stream, digest, net, refusal, squared_loss
 from twins import Pools
 
 RUN = Run(TrainConfig(1), dropout=0.5)
-
-
-class Rows(IterableDataset[Any]):
-    def __init__(self, points: Points) -> None:
-        self.points = points
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (self.points[index] for index in range(len(self.points)))
 
 
 class Pair(NamedTuple):
@@ -46,7 +36,7 @@ def loader_of(kind: str, samples: int, batch_size: int) -> DataLoader:
         case "shuffled":
             return DataLoader(data, batch_size, shuffle=True, seed=4)
         case "stream":
-            return DataLoader(GlobalBatchStream(Rows(data), batch_size))
+            return DataLoader(GlobalBatchStream(Stream(data), batch_size))
         case "by cost":
             costs = [1.0 + (7 * index) % 5 for index in range(samples)]
             return DataLoader(data, batch_size, shuffle=True, cost=costs)
@@ -77,12 +67,7 @@ def reference(samples: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "samples", "batch_size", "size"),
-    [
-        ("in order", 2, 8, 3),
-        ("shuffled", 23, 5, 2),
-        ("stream", 23, 5, 3),
-        ("by cost", 23, 5, 2),
-    ],
+    [("in order", 2, 8, 3), ("shuffled", 23, 5, 2), ("stream", 23, 5, 3), ("by cost", 23, 5, 2)],
 )
 def test_rows_match_one_process_in_dataset_order(
     pools: Pools, kind: str, samples: int, batch_size: int, size: int

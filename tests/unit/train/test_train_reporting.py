@@ -50,13 +50,6 @@ def steps_of(file: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()]
 
 
-def test_fresh_run_keeps_the_lines_of_an_earlier_run(tmp_path: Path) -> None:
-    # The file was truncated: a repeated script, or a second one with the same name, lost the earlier metrics.
-    write(tmp_path / "m", 0, 1, 2)
-    write(tmp_path / "m", 0, 1)
-    assert steps_of(tmp_path / "m") == [1, 2, 1]
-
-
 RESUMED: list[tuple[list[list[int]], int, list[int]]] = [
     ([[2, 4, 6], [2, 4, 6]], 4, [2, 4, 6, 2, 4]),
     ([[2, 4, 6], [2]], 4, [2, 4, 6, 2]),
@@ -67,9 +60,8 @@ RESUMED: list[tuple[list[list[int]], int, list[int]]] = [
 
 
 @pytest.mark.parametrize(("runs", "step", "kept"), RESUMED)
-def test_resumed_run_drops_only_its_own_lines(
-    tmp_path: Path, runs: list[list[int]], step: int, kept: list[int]
-) -> None:
+def test_resume_drops_only_its_own_lines(tmp_path: Path, runs: list[list[int]], step: int, kept: list[int]) -> None:
+    # The file was truncated: a repeated script, or a second one with the same name, lost the earlier metrics.
     for run in runs:
         write(tmp_path / "m", 0, *run)
     write(tmp_path / "m", step, 9)
@@ -126,9 +118,7 @@ def refused_without(world: World, package: str, loggers: list[Any]) -> str:
         ("mlflow", "mlflow", MLflow),
     ],
 )
-def test_missing_logger_package_names_the_pip_command_and_makes_no_file(
-    pools: Pools, tmp_path: Path, package: str, extra: str, kind: Any
-) -> None:
+def test_missing_logger_names_the_command(pools: Pools, tmp_path: Path, package: str, extra: str, kind: Any) -> None:
     loggers = [kind(str(tmp_path / "board")), JsonLines(tmp_path / "m")]
     for said in pools.run(2, refused_without, package, loggers):
         assert installing(extra) in said
@@ -155,9 +145,7 @@ def train_with_notes(world: World, config: TrainConfig, *loggers: Any) -> list[t
     return notes.lines
 
 
-def test_user_logger_on_rank_0_gets_the_values_in_the_files_and_the_mean_of_all_ranks(
-    pools: Pools, tmp_path: Path
-) -> None:
+def test_user_logger_on_rank_0_gets_the_mean_values_in_the_files(pools: Pools, tmp_path: Path) -> None:
     config = TrainConfig(2, log_every=1)
     alone = pools.run(1, train_with_notes, config)[0]
     first, second = pools.run(2, train_with_notes, config, JsonLines(tmp_path / "m"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import IterableDataset
 
 from paceline.core.digests import weights_sha256
 from paceline.core.world import World
@@ -25,6 +24,7 @@ from trainings import (
     Points,
     Run,
     Settings,
+    Stream,
     net,
     plain_loop,
     refusal,
@@ -38,18 +38,6 @@ from twins import Pools
 
 RUN = Run(TrainConfig(1), samples=45)
 FALLING = {"warmup_steps": 2, "decay": "linear", "total_steps": 9}
-
-
-class Stream(IterableDataset[Any]):
-    """Streams the points of a dataset in order, repeating forever if `endless`."""
-
-    def __init__(self, points: Points, endless: bool) -> None:
-        self.points, self.endless = points, endless
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (self.points[index] for index in range(len(self.points)))
-        while self.endless:
-            yield from (self.points[index] for index in range(len(self.points)))
 
 
 @dataclass(frozen=True)
@@ -208,7 +196,7 @@ def trainer(config: dict[str, Any], evaluates: bool, derives: bool, plateau: boo
     data = Points(16, torch.float32)
     derive = (lambda means: {"perplexity": means["error"]}) if derives else None
     evaluation = Evaluation(DataLoader(data, 8), squared_error, ("error",), derive) if evaluates else None
-    loader = DataLoader(GlobalBatchStream(Stream(data, False), 8)) if stream else DataLoader(data, 8)
+    loader = DataLoader(GlobalBatchStream(Stream(data), 8)) if stream else DataLoader(data, 8)
     given = Settings(**{"epochs": 1, **config})
     objects: dict[str, Any] = {"scheduler": ReduceLROnPlateau(optimizer)} if plateau else {}
     return Trainer(model, optimizer, squared_loss, loader, given, evaluation, **objects, **given.objects(optimizer))
@@ -229,33 +217,17 @@ SAVED: dict[str, Any] = {"checkpoint_dir": "-"}
 BEST_ERROR = {**SAVED, "keep_best": "error"}
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "load without checkpoints": ({"load_best_at_end": True}, "", f"load_best_at_end {NEEDS}"),
-    "load without best": (
-        {**SAVED, "load_best_at_end": True},
-        "",
-        "load_best_at_end needs a metric; give Checkpointer(…, keep_best=…)",
-    ),
+    "load without best": ({**SAVED, "load_best_at_end": True}, "", "load_best_at_end needs a metric; give Checkpoint"),
     "resume without checkpoints": ({"resume": True}, "", f"resume {NEEDS}"),
-    "best without an evaluation": (
-        BEST_ERROR,
-        "alone",
-        "keep_best is 'error', but the Trainer has no evaluation; give",
-    ),
+    "best without an evaluation": (BEST_ERROR, "alone", "keep_best is 'error', but the Trainer has no evaluation"),
     "best of an unknown metric": (
-        {**SAVED, "keep_best": "acc", "best": "max"},
+        {**SAVED, "keep_best": "acc"},
         "",
-        "keep_best is 'acc', but the evaluation has 'error'; name one of them",
+        "keep_best is 'acc', but the evaluation has 'error'",
     ),
-    "best of a metric that is not derived": (
-        BEST_ERROR,
-        "derives",
-        "keep_best is 'error', but the evaluation has 'perp",
-    ),
+    "best of a metric that is not derived": (BEST_ERROR, "derives", "keep_best is 'error', but the evaluation has"),
     "evaluate without an evaluation": ({"evaluate_every": 3}, "alone", "evaluate_every needs an evaluation; give Tra"),
-    "plateau of an unknown metric": (
-        {"monitor": "acc"},
-        "plateau",
-        "monitor, which the ReduceLROnPlateau follows, is 'acc', but the evaluation has 'error'; name one of them",
-    ),
+    "plateau of an unknown metric": ({"monitor": "acc"}, "plateau", "monitor, which the ReduceLROnPlateau follows, is"),
     "a stream by epochs": ({}, "stream", "the length of a stream is unknown; give TrainConfig(max_steps=…) instead of"),
 }
 

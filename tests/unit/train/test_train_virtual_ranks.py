@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,35 +190,24 @@ def test_plain_loops_and_models_with_different_slice_counts_share_loaders(pools:
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-def trainer(loader: DataLoader, **options: Any) -> None:
+def trainer(batch_size: int = BATCH, accumulate: int = 1, **options: Any) -> None:
     """Build a Trainer with virtual ranks, without training."""
+    loader = DataLoader(Pictures(), batch_size, **options)
     model = DistributedDataParallel(network(), virtual_ranks=SLICES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Trainer(model, optimizer, loss, loader, config(evaluate_every=None, **options))
+    Trainer(model, optimizer, loss, loader, config(evaluate_every=None, accumulate=accumulate))
 
 
-MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
-    "batch": (
-        lambda: trainer(DataLoader(Pictures(), 4)),
-        "a global batch of 4 samples cannot be cut into virtual_ranks=8 slices; give 1 to 4 slices",
-    ),
-    "speed": (
-        lambda: trainer(DataLoader(Pictures(), BATCH, speed=[2, 1])),
-        "speed= cuts batches into slices of different lengths",
-    ),
-    "cost": (
-        lambda: trainer(DataLoader(Pictures(), BATCH, cost=[float(at) for at in range(SAMPLES)])),
-        "cost= cuts batches into slices of different lengths",
-    ),
-    "accumulate": (
-        lambda: trainer(DataLoader(Pictures(), BATCH), accumulate=2),
-        "virtual_ranks=8 already cuts a step into micro-batches; leave out accumulate=2 (--micro-batches)",
-    ),
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "batch": ({"batch_size": 4}, "a global batch of 4 samples cannot be cut into virtual_ranks=8 slices; give 1 to 4"),
+    "speed": ({"speed": [2, 1]}, "speed= cuts batches into slices of different lengths"),
+    "cost": ({"cost": [float(at) for at in range(SAMPLES)]}, "cost= cuts batches into slices of different lengths"),
+    "accumulate": ({"accumulate": 2}, "virtual_ranks=8 already cuts a step into micro-batches; leave out accumulate=2"),
 }
 
 
 def refused(world: World) -> list[str]:
-    return [refusal(mistake) for mistake, _ in MISTAKES.values()]
+    return [refusal(trainer, **mistake) for mistake, _ in MISTAKES.values()]
 
 
 def test_mistakes_are_refused_in_one_line_before_training(pools: Pools) -> None:

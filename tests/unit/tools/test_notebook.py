@@ -1,9 +1,12 @@
-"""The text of cells: which code goes to the ranks, and how magics parse their arguments."""
+"""Notebook ranks without a kernel: the text of cells, the connection to a rank, and folding of output."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sysconfig
+import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -11,12 +14,17 @@ from typing import Any
 
 import pytest
 
+from paceline import errors
+from paceline.core.world import World
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import fork_client
 from paceline.tools.notebook.cell_parser import Start, parsed_start, pulled, ranks_in, routed
-from paceline.tools.notebook.execution import Conversation, Shown
+from paceline.tools.notebook.execution import Conversation, Shown, Wait, wait_in
 from paceline.tools.notebook.magics import RankMagics
+from paceline.tools.notebook.output import PATIENCE_S, Folding
 from paceline.tools.notebook.processes import Process, Processes
+from paceline.tools.notebook.rank import Channel, Rank
+from twins import Pools
 
 
 def run_all(text: str) -> str:
@@ -71,9 +79,7 @@ def test_commands_run_in_the_kernel_until_ranks_start(cell: str) -> None:
         ("%dist_reset", "dist_reset", "use %dist_shutdown and %dist_init"),
     ],
 )
-def test_nbdistributed_magics_are_refused_with_their_replacement(
-    line: str, name: str, remedy: str, has_ranks: bool
-) -> None:
+def test_nbdistributed_magics_are_refused_with_a_remedy(line: str, name: str, remedy: str, has_ranks: bool) -> None:
     assert "".join(routed([line], has_ranks)) == line_magic("dist_instead", name)
     magics: Any = RankMagics(None)
     with pytest.raises(Shown, match=rf"^UsageError: %{name} belongs to .*{remedy}"):
@@ -165,3 +171,114 @@ def test_rank_that_exits_during_startup_is_an_error_with_its_output(unforked: Pr
     unforked._environments[0]["PYTHONPATH"] = str(tmp_path)
     with pytest.raises(PacelineError, match=r"rank 0 exited while starting \(exit code 1\): no torch here"):
         unforked.spawn([0])
+
+
+# -- interrupts on the connection between a rank and the kernel --------------------------------------------------------
+
+
+def interrupted_in_a_message(world: World) -> list[tuple[str, int]]:
+    """Interrupt this rank, which is a separate process, while it sends a message; return the received messages."""
+    kernel, rank = Pipe()
+    channel = Channel(rank)
+    serving = Rank(channel, None, is_busy=True)  # type: ignore[arg-type]
+    received = []
+    size = 4_000_000  # exceeds the capacity of the pipe, so that sending blocks
+
+    def read() -> None:
+        while not channel.in_message:
+            pass
+        signal.raise_signal(signal.SIGINT)
+        received.append(kernel.recv())
+
+    previous = signal.signal(signal.SIGINT, serving.interrupt)  # restored because the rank also runs other tests
+    try:
+        reader = threading.Thread(target=read)
+        reader.start()
+        with pytest.raises(KeyboardInterrupt):
+            channel.send("display", b"x" * size)
+        reader.join(60)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    return [(kind, len(content)) for kind, content in received]
+
+
+def test_interrupt_does_not_split_a_message(pools: Pools) -> None:
+    assert pools.run(1, interrupted_in_a_message) == [[("display", 4_000_000)]]
+
+
+# -- folding: equal lines of several ranks appear once, and the others in order ----------------------------------------
+
+
+def folded(*printed: str, ended: bool = True) -> str:
+    """Return the output for ranks that print these words simultaneously."""
+    folding = Folding(list(range(len(printed))))
+    for rank, words in enumerate(printed):
+        for word in words.split():
+            folding.add(rank, word, 0.0)
+        if ended:
+            folding.end(rank)
+    return " ".join(f"{word}:{''.join(map(str, ranks))}" for word, ranks in folding.ready(0.0))
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        (("a b", "a b"), "a:01 b:01"),
+        (("x0 same", "x1 same"), "x0:0 x1:1 same:01"),
+        (("extra a b", "a b"), "extra:0 a:01 b:01"),
+        (("a b", "extra a b"), "extra:1 a:01 b:01"),
+        (("a b", "b a"), "a:0 b:01 a:1"),
+        (("a", ""), "a:0"),
+        (("", "a"), "a:1"),
+        (("a c", "a c", "b c"), "a:01 b:2 c:012"),
+        (("a a a", "a"), "a:01 a:0 a:0"),
+    ],
+)
+def test_equal_lines_are_shown_once(printed: tuple[str, ...], expected: str) -> None:
+    assert folded(*printed) == expected
+
+
+def test_line_waits_briefly_for_the_other_ranks() -> None:
+    folding = Folding([0, 1])
+    folding.add(0, "a", 10.0)
+    assert list(folding.ready(10.1)) == []
+    assert list(folding.ready(10.0 + PATIENCE_S)) == [("a", [0])]
+    folding.add(0, "b", 20.0)
+    folding.end(1)  # no more output can follow
+    assert list(folding.ready(20.0)) == [("b", [0])]
+
+
+STDLIB, OURS = sysconfig.get_path("stdlib"), Path(errors.__file__).parent
+ALL_REDUCE = f"""Thread 0x1 (most recent call first):
+  File "/x/threading.py", line 1 in run
+
+Current thread 0x2 (most recent call first):
+  File "{STDLIB}/selectors.py", line 9 in select
+  File "{OURS}/comm/doorbells.py", line 75 in sleep
+  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "<ipython-input-4-abc>", line 6 in __init__
+  File "<ipython-input-7-def>", line 1 in <module>
+  File "/v/lib/python3.11/site-packages/IPython/core/interactiveshell.py", line 3699 in run_code
+"""
+BACKWARD = """Current thread 0x2 (most recent call first):
+  File "/v/lib/python3.11/site-packages/torch/autograd/graph.py", line 979 in _engine_run_backward
+  File "/v/lib/python3.11/site-packages/torch/_tensor.py", line 623 in backward
+  File "<ipython-input-7-def>", line 3 in <module>
+"""
+FINISHES = BACKWARD.replace(  # inside the wrapper, outside any Python collective
+    "first):\n", f'first):\n  File "{OURS}/ddp/finisher.py", line 154 in wait\n'
+)
+SLEEP = """Current thread 0x2 (most recent call first):
+  File "<ipython-input-7-def>", line 3 in <module>
+  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+"""
+
+
+def test_stack_shows_the_call_and_cell_in_which_a_rank_waits() -> None:
+    assert wait_in(ALL_REDUCE) == Wait("all_reduce", "In[4], line 6")
+    assert str(wait_in(ALL_REDUCE)) == "all_reduce() (In[4], line 6)"
+    assert wait_in(BACKWARD) == Wait("backward", "In[7], line 3", is_sure=False)  # it could also be computing
+    assert wait_in(FINISHES) == Wait("backward", "In[7], line 3", is_sure=False)
+    assert wait_in(SLEEP) is None
+    assert wait_in("") is None
