@@ -147,20 +147,16 @@ def test_stop_request_of_one_rank_ends_all_ranks_after_the_same_step(
     assert len({sha256 for *_, sha256 in outcomes}) == 1
 
 
-def stopped_and_resumed(world: World, folder: str) -> list[Any]:
-    config = {"max_steps": 10, "evaluate_every": 3, "checkpoint_dir": folder}
+@pytest.mark.ranks(2)
+def test_stopped_run_stays_stopped_on_resume_unless_allowed_to_continue(world: World, tmp_path: Path) -> None:
+    config = {"max_steps": 10, "evaluate_every": 3, "checkpoint_dir": str(tmp_path)}
     first = trainer([Diary(("on_step", 4))], config)
-    steps = [first.fit().steps]
+    assert first.fit().steps == 5
     initial = digest(first.model.state_dict())
-    for more in ({}, {"allow_changed_settings": True}):
+    for more, steps in (({}, 5), ({"allow_changed_settings": True}, 10)):
         again = trainer([Diary()], {**config, "resume": True, **more})
-        steps.append(again.fit().steps)
-        steps.append(digest(again.model.state_dict()) == initial)  # type: ignore[arg-type]
-    return steps
-
-
-def test_stopped_run_stays_stopped_on_resume_unless_allowed_to_continue(pools: Pools, tmp_path: Path) -> None:
-    assert pools.run(2, stopped_and_resumed, str(tmp_path)) == [[5, 5, True, 10, False]] * 2
+        assert again.fit().steps == steps
+        assert (digest(again.model.state_dict()) == initial) is (steps == 5)  # type: ignore[arg-type]
 
 
 def collectives(world: World, steps: int, with_callbacks: bool) -> int:
@@ -250,19 +246,13 @@ REFUSED: dict[str, tuple[Callable[[DistributedDataParallel, int], Any], str]] = 
 }
 
 
-def refused(world: World) -> list[str]:
+@pytest.mark.ranks(2)
+def test_invalid_callbacks_are_refused_in_one_line(world: World) -> None:
     model = DistributedDataParallel(net(RUN))
-    return [
-        refusal(lambda made=made: trainer(made(model, world.rank), {"epochs": 1}, model))
-        for made, _ in REFUSED.values()
-    ]
-
-
-def test_invalid_callbacks_are_refused_in_one_line(pools: Pools) -> None:
-    for messages in pools.run(2, refused):
-        for mistake, said in zip(REFUSED, messages, strict=True):
-            assert said.startswith(REFUSED[mistake][1]), mistake
-            assert "\n" not in said
+    for mistake, (made, beginning) in REFUSED.items():
+        message = refusal(lambda: trainer(made(model, world.rank), {"epochs": 1}, model))  # noqa: B023
+        assert message.startswith(beginning), mistake
+        assert "\n" not in message
 
 
 # -- callbacks of the package ------------------------------------------------------------------------------------------

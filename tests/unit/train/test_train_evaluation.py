@@ -65,25 +65,18 @@ def test_every_sample_counts_exactly_once(pools: Pools, size: int) -> None:
         assert all(metrics == results[0][0] for metrics, _ in results), "ranks differ"
 
 
-def modes(world: World) -> tuple[list[bool], list[bool]]:
+@pytest.mark.ranks(1)
+def test_module_in_eval_mode_stays_in_eval_mode(world: World) -> None:
+    # Evaluation switched every module to training mode, so frozen statistics were updated afterward.
     model = model_of(world)
     model.train()
     model.module[1].eval()  # frozen statistics
     initial = [part.training for part in model.modules()]
     evaluate(model, Evaluation(DataLoader(data_of(4), 2), sums, ("out", "which")))
-    return initial, [part.training for part in model.modules()]
+    assert initial == [part.training for part in model.modules()]
 
 
-def test_module_in_eval_mode_stays_in_eval_mode(pools: Pools) -> None:
-    # Evaluation switched every module to training mode, so frozen statistics were updated afterward.
-    [(initial, after)] = pools.run(1, modes)
-    assert initial == after
-
-
-def misnamed(world: World) -> str:
-    return refusal(evaluate, model_of(world), Evaluation(DataLoader(data_of(4), 2), sums, ("out",)))
-
-
-def test_metrics_without_a_name_are_refused(pools: Pools) -> None:
-    [message] = pools.run(1, misnamed)
+@pytest.mark.ranks(1)
+def test_metrics_without_a_name_are_refused(world: World) -> None:
+    message = refusal(evaluate, model_of(world), Evaluation(DataLoader(data_of(4), 2), sums, ("out",)))
     assert message == "the evaluation's sums returned ['out', 'which'], but its names are ['out']"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -110,38 +111,24 @@ def test_fit_after_ctrl_c_at_any_moment_matches_an_undisturbed_run_bitwise(pools
     assert [moment for moment, same in equal.items() if not same] == []
 
 
-def failed(world: World) -> list[Any]:
+@pytest.mark.ranks(2)
+def test_fit_after_an_error_repeats_the_batches_of_the_window(world: World) -> None:
     cell = Cell(where="loss", hit=4, error=ArithmeticError)
     cell.fit_until_fault()
-    interrupted = [cell.trainer.result.steps, cell.trainer.loader.progress.position, cell.trainer.result.samples]
+    assert (cell.trainer.result.steps, cell.trainer.loader.progress.position, cell.trainer.result.samples) == (1, 2, 16)
     result = cell.trainer.fit()
-    after = [result.steps, result.samples]
-    return [interrupted, after, cell.trainer.fit().steps]
+    assert (result.steps, result.samples) == (6, 90)
+    assert cell.trainer.fit().steps == 6, "a finished run does not continue"
 
 
-def test_fit_after_an_error_repeats_the_batches_of_the_window(pools: Pools) -> None:
-    for interrupted, after, again in pools.run(2, failed):
-        assert interrupted == [1, 2, 16]
-        assert after == [6, 90]
-        assert again == 6, "a finished run does not continue"
-
-
-def refused(world: World, folder: str) -> list[str]:
-    first = Cell(folder, "loss", 8)
+@pytest.mark.ranks(1)
+def test_second_trainer_on_the_folder_says_to_close_the_first(world: World, tmp_path: Path) -> None:
+    first = Cell(str(tmp_path), "loss", 8)
     first.fit_until_fault()
-    messages = [refusal(Cell, folder, config={"resume": True})]
+    assert "close() its Checkpointer if it is in this process" in refusal(Cell, str(tmp_path), config={"resume": True})
     first.checkpointer.close()
-    messages.append(refusal(first.trainer.fit))
-    second = Cell(folder, config={"resume": True})
-    return [*messages, str(second.trainer.fit().resumed_from_step)]
-
-
-def test_second_trainer_on_the_folder_says_to_close_the_first(pools: Pools, tmp_path: Path) -> None:
-    [(in_use, closed, resumed)] = pools.run(1, refused, str(tmp_path))
-    assert "close() its Checkpointer if it is in this process" in in_use
-    assert closed.startswith("the Checkpointer of ")
-    assert "is closed" in closed
-    assert resumed == "3"
+    assert re.match("the Checkpointer of .* is closed", refusal(first.trainer.fit))
+    assert Cell(str(tmp_path), config={"resume": True}).trainer.fit().resumed_from_step == 3
 
 
 def sigint(world: World, how: str) -> list[Any]:

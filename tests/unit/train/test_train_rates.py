@@ -17,7 +17,6 @@ from paceline.ddp import DistributedDataParallel
 from paceline.train import Trainer
 from paceline.train.schedule import lr_factor, scaled_lr
 from trainings import FEATURES, Points, Settings, refusal, squared_loss
-from twins import Pools
 
 DATA = Points(40, torch.float32)
 
@@ -43,25 +42,26 @@ def rates_used(optimizer: torch.optim.Optimizer) -> list[float]:
     return used
 
 
-def with_another_schedule(world: World, folder: str) -> list[str]:
+@pytest.mark.ranks(1)
+def test_resume_with_another_schedule_requires_permission(world: World, tmp_path: Path) -> None:
     said = []
     for steps, more in ((5, {}), (10, {"resume": True}), (10, {"resume": True, "allow_changed_settings": True})):
         model, optimizer = parts()
         schedule = {"warmup_steps": 2, "decay": "linear", "total_steps": steps}
-        config = {"epochs": steps // 5, "checkpoint_dir": folder, "schedule": schedule, **more}
+        config = {"epochs": steps // 5, "checkpoint_dir": str(tmp_path), "schedule": schedule, **more}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about adopting the settings of this run
             said.append(refusal(trainer(model, optimizer, **config).fit))
-    return said
+    assert (said[0], said[2]) == ("", "")
+    assert said[1].startswith(
+        "the checkpoint was written with schedule={'warmup_steps': 2, 'decay': 'linear', 'total_st"
+    )
 
 
-def test_resume_with_another_schedule_requires_permission(pools: Pools, tmp_path: Path) -> None:
-    [(first, other, allowed)] = pools.run(1, with_another_schedule, str(tmp_path))
-    assert (first, allowed) == ("", "")
-    assert other.startswith("the checkpoint was written with schedule={'warmup_steps': 2, 'decay': 'linear', 'total_st")
-
-
-def with_a_scheduler(world: World, folder: str) -> list[Any]:
+@pytest.mark.ranks(1)
+def test_user_scheduler_is_stepped_and_saved_without_a_second_schedule(world: World, tmp_path: Path) -> None:
+    # The scheduler was silently ignored.
+    folder = str(tmp_path)
     model, optimizer = parts()
     used = rates_used(optimizer)
     scheduler = StepLR(optimizer, 2, gamma=0.5)
@@ -81,12 +81,6 @@ def with_a_scheduler(world: World, folder: str) -> list[Any]:
         model, optimizer = parts()
         changed = {"checkpoint_dir": folder, "epochs": 3, "resume": True, "allow_changed_settings": True}
         messages.append(refusal(trainer(model, optimizer, scheduler=make(optimizer), **changed).fit))
-    return [messages, used, used_later]
-
-
-def test_user_scheduler_is_stepped_and_saved_without_a_second_schedule(pools: Pools, tmp_path: Path) -> None:
-    # The scheduler was silently ignored.
-    [(messages, used, used_later)] = pools.run(1, with_a_scheduler, str(tmp_path))
     beginnings = (
         "the optimizer has a learning-rate scheduler, which the Trainer would not step; give it as ",
         "monitor, which the ReduceLROnPlateau follows, is 'loss', but the Trainer has no evaluation; give Trainer(",

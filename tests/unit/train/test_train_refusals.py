@@ -33,34 +33,28 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
 
 
-def sharing(world: World) -> list[str]:
+@pytest.mark.ranks(1)
+def test_sharing_a_loader_or_sampler_between_training_and_evaluation_is_refused(world: World) -> None:
+    # Every evaluation reset the loader to epoch 0, so training never ended.
     model = DistributedDataParallel(linear())
     of = [
         lambda loader: loader,
         lambda loader: DataLoader(loader.dataset, batch_sampler=loader.progress),
         lambda loader: DataLoader(loader.dataset, 4),
     ]
-    return [
+    same, sampler, own = (
         refusal(trainer, model, evaluation=lambda loader, of=wrap: Evaluation(of(loader), squared_error, ("error",)))
         for wrap in of
-    ]
-
-
-def test_sharing_a_loader_or_sampler_between_training_and_evaluation_is_refused(pools: Pools) -> None:
-    # Every evaluation reset the loader to epoch 0, so training never ended.
-    [(same, sampler, own)] = pools.run(1, sharing)
+    )
     assert same.startswith("training and evaluation share a loader or sampler, ")
     assert (sampler, own) == (same, "")
 
 
-def in_a_part_of_the_world(world: World) -> str:
+@pytest.mark.ranks(2)
+def test_model_that_averages_over_part_of_the_world_is_refused(world: World) -> None:
     groups = [dist.new_group([rank]) for rank in range(world.size)]
-    return refusal(trainer, DistributedDataParallel(linear(), process_group=groups[world.rank]))
-
-
-def test_model_that_averages_over_part_of_the_world_is_refused(pools: Pools) -> None:
-    for message in pools.run(2, in_a_part_of_the_world):
-        assert message.startswith("the model averages over 1 ranks, but the Trainer splits data ")
+    message = refusal(trainer, DistributedDataParallel(linear(), process_group=groups[world.rank]))
+    assert message.startswith("the model averages over 1 ranks, but the Trainer splits data ")
 
 
 def with_own_buffers(world: World, folder: str | None, module: str = "norm") -> str:
@@ -87,20 +81,16 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def reads(world: World) -> list[int]:
+@pytest.mark.ranks(1)
+def test_no_tensor_value_is_read_between_two_metrics_lines(world: World) -> None:
+    # float(loss) after every micro-batch made the CPU wait for the GPU, as only the NaN check must.
     counts = []
     for samples in (4, 40):
         fitted = trainer(DistributedDataParallel(linear()), samples, accumulate=2, check_finite=False)
         with queued_operations(), Reads() as mode:
             fitted.fit()
         counts.append(mode.count)
-    return counts
-
-
-def test_no_tensor_value_is_read_between_two_metrics_lines(pools: Pools) -> None:
-    # float(loss) after every micro-batch made the CPU wait for the GPU, as only the NaN check must.
-    [(one_batch, ten_batches)] = pools.run(1, reads)
-    assert one_batch == ten_batches > 0
+    assert counts[0] == counts[1] > 0
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -108,7 +98,26 @@ class ScheduleFree(torch.optim.SGD):
     def eval(self) -> None: ...
 
 
-def usual_mistakes(world: World) -> list[str]:
+REMEDIES = [
+    "the Trainer needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give paceline.data.Data",
+    "the Trainer needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first: ",
+    "the optimizer has none of the model's parameters; create it from this model",
+    "LBFGS needs step(closure), which the Trainer does not call; use another optimizer, or write a training loop",
+    "ScheduleFree needs train() and eval(), which the Trainer does not call; use",
+    "config must be a TrainConfig, not a dict: TrainConfig(epochs=3)",
+    "Evaluation needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give",
+    "evaluate() needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first",
+    "the evaluation's sums returned a tensor of shape (); return sums over the batch by name",
+    "the loss function returned a tensor of shape () instead of two values; return the loss summed over the micro-",
+    "the loss function returned a tensor of shape (4, 3) as the loss; return the loss summed",
+    "the loss function returned a loss without a gradient; compute it from model(x)",
+    "the loss function returned a tensor of shape (4, 3) as the weight; ",
+]
+
+
+@pytest.mark.ranks(1)
+def test_common_mistakes_are_one_line_with_the_remedy(world: World) -> None:
+    # They ended in AttributeError, TypeError and RuntimeError from the middle of the loop.
     model, plain = DistributedDataParallel(linear()), linear()
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.01), Points(16, torch.float32)
     config, loader = TrainConfig(1), DataLoader(data, 4)
@@ -136,30 +145,8 @@ def usual_mistakes(world: World) -> list[str]:
         of_loss(lambda out: (out.sum().detach(), len(out))),
         of_loss(lambda out: (out.sum(), out)),
     ]
-    return [refusal(attempt) for attempt in attempts]
-
-
-REMEDIES = [
-    "the Trainer needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give paceline.data.Data",
-    "the Trainer needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first: ",
-    "the optimizer has none of the model's parameters; create it from this model",
-    "LBFGS needs step(closure), which the Trainer does not call; use another optimizer, or write a training loop",
-    "ScheduleFree needs train() and eval(), which the Trainer does not call; use",
-    "config must be a TrainConfig, not a dict: TrainConfig(epochs=3)",
-    "Evaluation needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give",
-    "evaluate() needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first",
-    "the evaluation's sums returned a tensor of shape (); return sums over the batch by name",
-    "the loss function returned a tensor of shape () instead of two values; return the loss summed over the micro-",
-    "the loss function returned a tensor of shape (4, 3) as the loss; return the loss summed",
-    "the loss function returned a loss without a gradient; compute it from model(x)",
-    "the loss function returned a tensor of shape (4, 3) as the weight; ",
-]
-
-
-def test_common_mistakes_are_one_line_with_the_remedy(pools: Pools) -> None:
-    # They ended in AttributeError, TypeError and RuntimeError from the middle of the loop.
-    [messages] = pools.run(1, usual_mistakes)
-    for message, beginning in zip(messages, REMEDIES, strict=True):
+    for attempt, beginning in zip(attempts, REMEDIES, strict=True):
+        message = refusal(attempt)
         assert message.startswith(beginning)
         assert "\n" not in message
 
