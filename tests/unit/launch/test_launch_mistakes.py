@@ -90,7 +90,7 @@ def test_user_errors_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:
     assert "script.py, line " in last
 
 
-TORCH_LOOP = """
+PLAIN = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 if sys.argv[1] == "without data":
@@ -110,9 +110,7 @@ for step in range(6):
 def test_script_with_uncounted_steps_restarts_once_it_has_an_optimizer(
     tmp_path: Path, when: str, code: int, starts: int
 ) -> None:
-    done = paceline(
-        tmp_path, "run", "--nproc", "2", "--max-restarts", "2", script(tmp_path, TORCH_LOOP), when, fork="all"
-    )
+    done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "2", script(tmp_path, PLAIN), when, fork="all")
     assert done.returncode == code, done.stderr
     assert done.stderr.count("starting all ranks again") == starts - 1
     mistake = "before the first step is the script's fault: the ranks are not started again"

@@ -109,9 +109,7 @@ def test_two_simultaneous_failures_both_report_their_phase(tmp_path: Path) -> No
     code, said, report = struck(tmp_path, "loop:exit:0:0", "loop:exit:1:0")
     assert code == 1
     first = report["failures"][0]["first"]["rank"]
-    assert said[-1].startswith(
-        f"error: rank {first} failed first (exit code 3) in step 3, in the script's own code, for "
-    )
+    assert said[-1].startswith(f"error: rank {first} failed first (exit code 3) in step 3, in the script's own code")
     assert said[:2] == [
         f"rank {1 - first}: in the script's own code in step 3",
         f"rank {1 - first} also failed (exit code 3)",
@@ -126,18 +124,15 @@ LOADING = """
 import torch, paceline
 from paceline.data import DataLoader
 
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 32
+class Samples(torch.utils.data.TensorDataset):
     def __getitem__(self, index):
-        if index == 20:
-            raise OSError("damaged")
-        return torch.ones(4)
+        if index == 20: raise OSError("damaged")
+        return super().__getitem__(index)[0]
 
 world = paceline.init()
 model = paceline.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for batch in DataLoader(Samples(), 8):
+for batch in DataLoader(Samples(torch.ones(32, 4)), 8):
     model(batch).sum().backward()
     optimizer.step()
 """

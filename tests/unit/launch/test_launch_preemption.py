@@ -311,54 +311,6 @@ def test_signal_after_close_in_a_thread_ends_the_process_as_usual(tmp_path: Path
         assert job.wait() == -signal.SIGTERM
 
 
-TRAINER = """
-import signal, sys, time, torch, paceline
-from paceline.data import DataLoader
-from paceline.train import TrainConfig, Trainer
-
-class Points(torch.utils.data.Dataset):
-    def __len__(self): return 400
-    def __getitem__(self, index): return torch.tensor([float(index)])
-
-def is_asked():  # to end after this step; without a folder the signal ends the rank
-    handler = signal.getsignal(signal.SIGTERM)
-    return callable(handler) and handler.__self__._boundary.requests
-
-def loss(model, batch):
-    if optimizer.steps == 3:
-        open(f"ready-{world.rank}", "w").close()
-        while not is_asked(): time.sleep(0.005)
-    return model(batch).square().sum(), float(len(batch))
-
-class Counting(torch.optim.SGD):
-    steps = 0
-    def step(self, *arguments):
-        self.steps += 1
-        return super().step(*arguments)
-
-world = paceline.init()
-model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1))
-optimizer = Counting(model.parameters(), lr=1e-7)
-config = TrainConfig(epochs=1)
-checkpointer = paceline.Checkpointer(sys.argv[1]) if sys.argv[1:] else None
-Trainer(model, optimizer, loss, DataLoader(Points(), 8), config, checkpointer=checkpointer).fit()
-"""
-
-
-@pytest.mark.parametrize("folder", [True, False])
-def test_trainer_saves_its_last_step_or_states_that_it_has_no_folder(tmp_path: Path, folder: bool) -> None:
-    arguments = ["saved"] if folder else []
-    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINER), *arguments, fork="all") as job:
-        job.wait_for(*READY)
-        job.process.send_signal(signal.SIGTERM)
-        assert job.wait() == 143
-        assert "Traceback" not in job.stderr
-        said = "terminated by SIGTERM, after step 4 was saved" if folder else "nothing is saved, because the training"
-        assert said in job.stderr
-    if folder:
-        assert saved_steps(tmp_path) == [4]
-
-
 def test_ranks_without_a_shared_job_folder_agree_on_the_saved_step(tmp_path: Path) -> None:
     # As under torchrun, which provides no job folder; only one rank receives the signal.
     text = TRAIN.replace("import hashlib, os,", "import os; os.environ['PACELINE_BLACK_BOX'] = ''\nimport hashlib,")

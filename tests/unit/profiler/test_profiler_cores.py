@@ -48,10 +48,8 @@ def test_too_few_steps_give_times_but_no_share_or_advice(steps: int, capsys: pyt
 
 def test_recommended_duration_for_short_steps_suffices_to_show_stragglers() -> None:
     short = {"data": 0.004, "forward": 0.0005, "backward": 0.001, "optimizer": 0.0005}
-    assert (
-        "1 measured step is too few for a verdict: profile 140."
-        in verdict(records(1, 4, lambda *_: short, 0.001)).headline
-    )
+    report = verdict(records(1, 4, lambda *_: short, 0.001))
+    assert "1 measured step is too few for a verdict: profile 140." in report.headline
 
 
 def test_shares_are_at_most_the_whole() -> None:
@@ -79,9 +77,7 @@ def shared(ranks: int, cores: int, busy: float, own: float, **fields: Any) -> li
 def test_competition_between_ranks_is_reported_with_the_remedy() -> None:
     """The waits were attributed to other programs, or to communication."""
     report = verdict(shared(4, 2, 2.0, 0.49))
-    assert report.headline.startswith(
-        "The ranks slow each other down: 4 ranks with 1 thread each share 2 cores, and rank "
-    )
+    assert report.headline.startswith("The ranks slow each other down: 4 ranks with 1 thread each share 2 cores")
     assert "other programs" not in report.headline
     assert kinds(report) == ["threads"]
     assert report.advice[0].text == "Start 2 ranks on these cores, with the batches of all 4"
@@ -108,10 +104,8 @@ def test_other_programs_and_competition_between_ranks_are_both_reported() -> Non
     assert load is not None
     assert load.others == pytest.approx(1.0)
     assert load.of_ranks + load.of_others == pytest.approx(load.share)
-    crowd = "because 4 ranks with 1 thread each share 2 cores: rank "
-    assert report.headline.startswith(
-        f"Other programs slow the ranks down, and the ranks slow each other down, {crowd}"
-    )
+    why = "because 4 ranks with 1 thread each share 2 cores: rank "
+    assert report.headline.startswith(f"Other programs slow the ranks down, and the ranks slow each other down, {why}")
     assert kinds(report) == ["threads", "host-load"]
 
 

@@ -131,9 +131,7 @@ def test_outliers_are_steps_far_above_the_rank_median() -> None:
     assert outliers == [(2, 0, 0.3), (3, 1, 0.6)]
     assert find_outliers([]) == find_outliers([[math.nan, math.nan]]) == []
     noisy = [[0.1], [0.2], [0.08], [0.12], [0.25]]
-    assert [step.ratio for step in find_outliers(noisy)] == [pytest.approx(0.25 / 0.12)], (
-        "twice the median for any noise"
-    )
+    assert [step.ratio for step in find_outliers(noisy)] == [pytest.approx(0.25 / 0.12)]  # twice the median
     assert find_outliers([[0.1], [0.1], [0.105]]) == []  # zero deviation, but a 5 % difference is insignificant
 
 

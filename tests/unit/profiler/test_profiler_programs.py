@@ -114,26 +114,22 @@ def test_layers_frozen_after_wrapping_leave_a_report(pools: Pools, tmp_path: Pat
     assert make_report(tmp_path).facts.accounts.steps
 
 
-def with_a_frozen_layer_alone(_world: World, folder: Path) -> list[int]:
+@pytest.mark.ranks(1)
+def test_single_rank_also_measures_its_layers(world: World, tmp_path: Path) -> None:
+    """A single rank has no reducer that records the arrival of gradients."""
     module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 64), nn.Linear(64, 2))
     module[0].requires_grad_(False)
     model = DistributedDataParallel(module)
-    with profile(folder, operators=False):
+    with profile(tmp_path, operators=False):
         step(model, sgd(model), 12)
-    return [len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters()]
-
-
-def test_single_rank_also_measures_its_layers(pools: Pools, tmp_path: Path) -> None:
-    """A single rank has no reducer that records the arrival of gradients."""
-    [hooks] = pools.run(1, with_a_frozen_layer_alone, tmp_path)
+    hooks = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters()]
     assert hooks == [0] * 6, "the profiler's hooks are removed"
     plan = from_summary(tmp_path)
     assert sorted(nbytes for _, nbytes in plan.layers[:2]) == [4 * 2, 4 * 2 * 64]
     assert sorted(nbytes for _, nbytes in plan.layers[2:]) == [4 * 64, 4 * 32 * 64]
     assert min(seconds for seconds, _ in plan.layers) >= 0
-    assert len({f"{seconds / nbytes:.3g}" for seconds, nbytes in plan.layers}) > 1, (
-        "measured, not derived from the bytes"
-    )
+    # Measured, not derived from the bytes.
+    assert len({f"{seconds / nbytes:.3g}" for seconds, nbytes in plan.layers}) > 1
     assert (plan.ranks, plan.samples, plan.all_reduces, plan.communication_s) == (1, 4, [], 0)
 
 
@@ -166,9 +162,11 @@ def train_in_a_child() -> None:
     step(model, sgd(model), 4)
 
 
-def with_forks(world: World, folder: Path) -> None:
+@pytest.mark.ranks(1)
+def test_forked_child_records_nothing_and_its_parent_continues(world: World, tmp_path: Path) -> None:
+    """A child inherits the open file and would write its steps between those of its parent."""
     model, optimizer = wrapped()
-    with profile(folder):
+    with profile(tmp_path):
         for number in range(14):
             step(model, optimizer)
             if number in (4, 9):
@@ -176,11 +174,6 @@ def with_forks(world: World, folder: Path) -> None:
                 child.start()
                 child.join(20)
                 assert child.exitcode == 0
-
-
-def test_forked_child_records_nothing_and_its_parent_continues(pools: Pools, tmp_path: Path) -> None:
-    """A child inherits the open file and would write its steps between those of its parent."""
-    pools.run(1, with_forks, tmp_path)
     [record] = read_ranks(tmp_path)
     assert [step.number for step in record.steps] == list(range(14))
     assert record.ended == ""
@@ -236,32 +229,26 @@ def test_program_may_change_its_folder_and_recreate_its_group(tmp_path: Path) ->
         assert f"but this is rank {rank} of 2 now; call paceline.init()" in message
 
 
-def crowding(world: World, folder: Path) -> int:
+@pytest.mark.ranks(1)
+def test_step_with_too_many_spans_uses_bounded_memory_and_is_excluded(world: World, tmp_path: Path) -> None:
     (model, optimizer), most = wrapped(), 0
-    with patch.object(session, "CROWD", 50), profile(folder, operators=False):
+    with patch.object(session, "CROWD", 50), profile(tmp_path, operators=False):
         for number in range(10):
             for _ in range(100 if number == 6 else 1):
                 model(torch.ones(4, 16)).square().mean().backward()
                 most = max(most, len(recorder.spans))
             optimizer.step()
             optimizer.zero_grad()
-    return most
-
-
-def test_step_with_too_many_spans_uses_bounded_memory_and_is_excluded(pools: Pools, tmp_path: Path) -> None:
-    assert pools.run(1, crowding, tmp_path)[0] < 80
+    assert most < 80
     assert make_report(tmp_path).facts.accounts.steps == [3, 4, 5, 7, 8, 9]
 
 
-def by_hand(world: World, folder: Path) -> None:
+@pytest.mark.ranks(1)
+def test_loop_without_an_optimizer_gets_a_hint_on_ending_steps(world: World, tmp_path: Path) -> None:
     model = DistributedDataParallel(net())
-    with profile(folder, operators=False):
+    with profile(tmp_path, operators=False):
         for _ in range(5):
             model(torch.ones(4, 16)).square().mean().backward()
-
-
-def test_loop_without_an_optimizer_gets_a_hint_on_ending_steps(pools: Pools, tmp_path: Path) -> None:
-    pools.run(1, by_hand, tmp_path)
     with pytest.raises(UsageError, match=r"a step ends when an optimizer of torch\.optim steps after a backward"):
         write_results(tmp_path)
 

@@ -101,9 +101,7 @@ def test_few_long_evaluations_on_one_rank_are_own_code() -> None:
     seen = {"evaluate() (train.py:30)": 80}
     report = verdict([replace(made[0], own_code=seen), made[1]])
     assert report.advice[0].kind == "own-code"
-    assert report.headline.startswith(
-        "Rank 0 slows the others down: its own code in the loop takes 4.8 ms longer per step"
-    )
+    assert report.headline.startswith("Rank 0 slows the others down: its own code in the loop takes 4.8 ms longer")
     assert "most of it in evaluate()" in report.headline
     few = {"evaluate() (train.py:30)": 20}
     assert "own-code" not in kinds(verdict([replace(made[0], own_code=few), made[1]])), "a fifth of their time"
@@ -293,16 +291,6 @@ def test_dominating_delays_make_no_rank_slow() -> None:
         return {"optimizer": 0.004 + late, "delayed": late}
 
     assert kinds(verdict(records(2, 130, timing, busy_cores=2.0, own_cores=0.1))) == ["host-load"]
-
-
-def test_straggler_is_compared_with_the_existing_ranks() -> None:
-    two = verdict(records(2, 40, lambda rank, _: {"data": 0.05 * rank}))
-    assert "rank 1" in two.headline.lower()
-    assert "its waiting for data takes" in two.advice[0].text
-    assert "computes" not in two.advice[0].reason
-    assert "times that of rank 0" in two.advice[0].reason
-    four = verdict(records(4, 40, lambda rank, _: {"forward": 0.05 if rank == 1 else 0.01}))
-    assert "times the median of the others" in four.advice[0].reason
 
 
 def test_temporarily_slow_rank_is_not_the_headline_next_to_longer_data_waits() -> None:

@@ -135,12 +135,6 @@ def test_a_wrong_value_names_its_row(tmp_path: Path, values: dict[str, str], mes
         read(write(tmp_path / "rows.csv", [RESNET, RESNET | values]))
 
 
-def test_suspect_rows_and_rows_without_an_efficiency_are_left_out(tmp_path: Path) -> None:
-    others = [RESNET | {"efficiency": "9", "notes": "flag=suspect"}, RESNET | {"efficiency": ""}]
-    rows, skipped = read(write(tmp_path / "rows.csv", [RESNET, *others]))
-    assert (len(rows), skipped) == (1, 2)
-
-
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 TRUTH = Calibration(inside=3.0, between=1.4, contention=0.03, jitter_s=0.0005)
@@ -209,19 +203,6 @@ def test_a_source_of_the_calibration_is_predicted_without_its_own_rows(tmp_path:
     before, after = predicted(rows), predicted(changed)
     assert before["RaySGD docs"] == after["RaySGD docs"]
     assert before["Horovod issue #779"] != after["Horovod issue #779"]
-
-
-def test_the_trivial_predictors_use_the_number_of_devices_and_other_sources(tmp_path: Path) -> None:
-    first = row(tmp_path, source="a", devices="8", efficiency="0.9")
-    rows = [
-        first,
-        replace(first, devices=9, efficiency=0.8),
-        replace(first, source="b", devices=15, efficiency=0.6),
-        replace(first, source="b", devices=128, efficiency=0.7),
-    ]
-    checked = [one for source in cross_validate(rows) for one in source]
-    assert [one.by_size for one in checked] == [0.6, 0.6, pytest.approx(0.85), pytest.approx(0.85)]
-    assert [one.rule for one in checked] == [0.97, 0.9, 0.9, 0.8]
 
 
 def test_scores_weigh_rows_or_sources_equally(tmp_path: Path) -> None:

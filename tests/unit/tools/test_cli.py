@@ -240,10 +240,8 @@ def test_ctrl_c_swallowed_by_the_torch_import_ends_the_command_in_one_line(tmp_p
     # torch clears every exception around its numpy import, so the command continued.
     (tmp_path / "torch.py").write_text(SWALLOWS)
     code = "import sys\nsys.argv[1:] = ['train', 'digits']\nimport paceline_command\npaceline_command.main()"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 

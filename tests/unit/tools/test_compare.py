@@ -282,9 +282,7 @@ def test_failing_mode_ends_the_modes_waiting_for_a_turn(tmp_path: Path, line: st
     done = paceline(tmp_path, "compare", "--nproc", "2", "--modes", "single,ddp", "--steps", "4", name, "8", fork="all")
     assert done.returncode == code, done.stderr
     assert message in done.stderr
-    assert (
-        f"mode ddp on 2 devices ended with exit code {code}; to compare the others, give --modes single" in done.stderr
-    )
+    assert f"ddp on 2 devices ended with exit code {code}; to compare the others, give --modes single" in done.stderr
     assert "interrupted" not in done.stderr
     assert done.stdout == ""
 

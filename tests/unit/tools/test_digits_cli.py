@@ -23,15 +23,6 @@ def digits(folder: Path, *options: str, nproc: int = 1) -> Any:
     return paceline(folder, "train", "digits", "--nproc", str(nproc), *options, fork="all", OMP_NUM_THREADS="1")
 
 
-def test_refusal_by_the_ranks_is_one_line_and_makes_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "plain").write_text("not a folder")
-    done = digits(tmp_path, "--checkpoint-dir", "plain/points", nproc=2)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("error: ")
-    assert "plain/points cannot be used: Not a directory; choose a folder" in done.stderr
-    assert set(os.listdir(tmp_path)) - {"stdout", "stderr", "torch"} == {"plain"}
-
-
 PROMISED = {"accuracy": float, "test_loss": float, **FIELDS}
 
 
@@ -70,3 +61,14 @@ def test_ctrl_c_ends_all_ranks_after_a_saved_step(tmp_path: Path) -> None:
         newest = checkpointer.steps()[-1]
         assert checkpointer.latest() == tmp_path / "points" / f"step-{newest:08d}"
         assert newest == int(saved)
+
+
+def test_sigterm_without_a_checkpoint_folder_says_that_nothing_is_saved(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    options = ["--nproc", "2", "--epochs", "1000", "--metrics", str(metrics)]
+    with Running(tmp_path, "train", "digits", *options, fork="all") as job:
+        job.wait_until(lambda: metrics.exists() and metrics.read_text() != "", "no metrics")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert "nothing is saved, because the training has no checkpoint folder" in job.stderr
+        assert "Traceback" not in job.stderr

@@ -95,7 +95,8 @@ def test_token_does_not_affect_earlier_predictions() -> None:
         assert (after[0, position] - expected[0, position]).abs().max() > 1e-3
 
 
-def train_by_both(world: World) -> None:
+@pytest.mark.ranks(1)
+def test_muon_trains_the_blocks_and_adamw_the_rest(world: World) -> None:
     """Train one model by the combined optimizer, and another by torch's two optimizers."""
     ours, theirs = trained_a_little(), trained_a_little()
     matrices = theirs.matrices()
@@ -117,10 +118,6 @@ def train_by_both(world: World) -> None:
                 optimizer.step()
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other), name
-
-
-def test_muon_trains_the_blocks_and_adamw_the_rest(pools: Pools) -> None:
-    pools.run(1, train_by_both)
 
 
 # -- training on several ranks -----------------------------------------------------------------------------------------

@@ -117,10 +117,8 @@ def test_real_files_are_the_glue_corpus() -> None:
     assert (len(dev), sum(pair.label for pair in dev)) == (408, 279)
     assert train[0].first.startswith('Amrozi accused his brother , whom he called " the witness " ,')
     baseline = majority_baseline(train, dev)
-    assert {name: round(value, 3) for name, value in baseline.items()} == {
-        "majority_accuracy": 0.684,
-        "majority_f1": 0.812,
-    }
+    assert baseline["majority_accuracy"] == pytest.approx(0.684, abs=5e-4)
+    assert baseline["majority_f1"] == pytest.approx(0.812, abs=5e-4)
 
 
 def test_changed_token_or_label_changes_the_fingerprint() -> None:

@@ -21,9 +21,8 @@ from paceline.core.digests import weights_sha256
 from paceline.core.world import World
 from paceline.errors import UsageError
 from paceline.tools.recipes import mrpc
-from paceline.tools.recipes.datasets import COLUMNS, read_folder, read_pairs
+from paceline.tools.recipes.datasets import COLUMNS, read_folder
 from paceline.tools.recipes.mrpc import MrpcConfig, train_mrpc
-from processes import paceline
 from twins import Pools
 
 pytestmark = pytest.mark.slow
@@ -249,33 +248,3 @@ def test_pairs_longer_than_the_model_supports_are_refused(
     (tmp_path / "tokenizer.json").write_bytes((architecture / "tokenizer.json").read_bytes())
     [said] = pools.run(1, refused, replace(config, random_init=str(tmp_path)))
     assert "but the model has 8 positions; lower --max-length" in said
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-def load_transformers() -> None:
-    """Import transformers once in the launcher, for its ranks."""
-    from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding  # noqa: F401
-
-
-def test_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> None:
-    assert config.random_init is not None
-    options = ["--data", config.data, "--random-init", config.random_init, "--batch-size", "8", "--epochs", "1"]
-    options += ["--json", "out.json", "--metrics", "m.jsonl", "--precision", "bf16", "--lr", "1e-3"]
-    done = paceline(
-        tmp_path, "train", "mrpc", "--nproc", "2", *options, fork="all", first=load_transformers, OMP_NUM_THREADS="1"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "LlamaForSequenceClassification" in done.stdout
-    report = json.loads((tmp_path / "out.json").read_text())
-    dev = read_pairs(Path(config.data) / "dev.tsv")
-    assert report["majority_accuracy"] == pytest.approx(sum(pair.label for pair in dev) / len(dev))
-    assert {"loss", "accuracy", "f1", "majority_f1"} <= report.keys()
-    assert (report["steps"], report["world_size"], report["replicas_identical"]) == (6, 2, True)
-    assert lines_of(tmp_path / "m.jsonl")[-1] == {
-        "step": 6,
-        "eval/loss": report["loss"],
-        "eval/accuracy": report["accuracy"],
-        "eval/f1": report["f1"],
-    }

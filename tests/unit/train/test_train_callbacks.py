@@ -49,7 +49,6 @@ def trainer(
     evaluates: bool = True,
     groups: bool = False,
     sums: Any = squared_error,
-    mine: dict[str, Any] | None = None,
 ) -> Trainer:
     model = model or DistributedDataParallel(net(RUN))
     parameters: Any = model.parameters()
@@ -63,8 +62,6 @@ def trainer(
     loader = DataLoader(data, RUN.batch_size, shuffle=True, seed=RUN.seed)
     given = Settings(**config)
     objects = given.objects(optimizer)
-    for name, stateful in (mine or {}).items():
-        objects["checkpointer"].register(name, stateful, per_rank=True)
     return Trainer(model, optimizer, squared_loss, loader, given, evaluation, callbacks=callbacks, **objects)
 
 
@@ -367,27 +364,3 @@ class Counts:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.count = saved["count"]
-
-
-def counted(world: World, folder: str) -> list[Any]:
-    callbacks = [Counts(), EarlyStopping("error", patience=9), Counts()]
-    config = {"max_steps": 3, "checkpoint_dir": folder}
-    trainer(callbacks, config, mine={"mine": Box(world.rank)}).fit()
-    again = [Counts(), EarlyStopping("error", patience=9), Counts()]
-    box = Box(99)
-    second = trainer(again, {**config, "max_steps": 5, "resume": True}, mine={"mine": box})
-    second.fit()
-    names = sorted(entry for entry in second._loop.callbacks.stateful())
-    refused = refusal(trainer([Counts()], {**config, "max_steps": 5, "resume": True}).fit)
-    return [[callback.count for callback in (again[0], again[2])], box.value, names, refused]  # type: ignore[attr-defined]
-
-
-class Box:
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, saved: dict[str, int]) -> None:
-        self.value = saved["value"]

@@ -196,13 +196,14 @@ FIT = {
 """Functions interrupted within fit(), and the number of the call."""
 
 
-def fit_is_struck(world: World, folder: str) -> dict[str, list[bool]]:
+@pytest.mark.ranks(1)
+def test_fit_continues_after_ctrl_c_during_restore_save_or_close(world: World, tmp_path: Path) -> None:
+    # At the start, the Trainer was closed and required a new one.
     config = {"checkpoint_every": 1, "async_save": True}
-    whole = Cell(f"{folder}/whole", config=config)
+    whole = Cell(str(tmp_path / "whole"), config=config)
     whole.trainer.fit()
-    outcomes = {}
     for moment, strike in FIT.items():
-        place = f"{folder}/{moment}"
+        place = str(tmp_path / moment)
         if moment == "restore":
             begun = Cell(place, "loss", 5, config=config)
             begun.fit_until_fault()
@@ -210,23 +211,13 @@ def fit_is_struck(world: World, folder: str) -> dict[str, list[bool]]:
         cell = Cell(place, config={**config, "resume": moment == "restore"})
         struck(*strike, 1, cell.trainer.fit)
         cell.trainer.fit()
-        resumed = Cell(place, config={**config, "resume": True}).trainer.fit()
-        outcomes[moment] = [
-            cell.bits()[:4] == whole.bits()[:4],
-            cell.log() == whole.log(),
-            resumed.resumed_from_step == 6,
-        ]
-    return outcomes
+        step = Cell(place, config={**config, "resume": True}).trainer.fit().resumed_from_step
+        assert (cell.bits()[:4], cell.log(), step) == (whole.bits()[:4], whole.log(), 6), moment
 
 
-def test_fit_continues_after_ctrl_c_during_restore_save_or_close(pools: Pools, tmp_path: Path) -> None:
-    # At the start, the Trainer was closed and required a new one.
-    [outcomes] = pools.run(1, fit_is_struck, str(tmp_path))
-    assert outcomes == {moment: [True, True, True] for moment in FIT}
-
-
-def checkpointer_is_struck(world: World, folder: str) -> list[Any]:
-    steps: list[Any] = []
+@pytest.mark.ranks(1)
+def test_checkpointer_is_intact_after_ctrl_c_in_any_operation(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     layer = nn.Linear(2, 2)
     checkpoints = Checkpointer(folder, async_save=True)
     checkpoints.register("layer", layer)
@@ -237,18 +228,12 @@ def checkpointer_is_struck(world: World, folder: str) -> list[Any]:
     checkpoints.save(3)  # formerly a failed assertion, because the previous save was never awaited
     nn.init.zeros_(layer.weight)
     struck(restoring.Loading, "load", 1, 1, checkpoints.restore)
-    steps.append(torch.equal(layer.weight, weights))
+    assert torch.equal(layer.weight, weights)
     checkpoints.save(4)
     struck(saving.Writer, "join", 2, 2, checkpoints.close)
     with pytest.raises(UsageError, match="another run is using"):  # released only after all writes
         Checkpointer(folder)
     checkpoints.close()
     with Checkpointer(folder) as again:
-        return [*steps, again.steps(), again.latest()]
-
-
-def test_checkpointer_is_intact_after_ctrl_c_in_any_operation(pools: Pools, tmp_path: Path) -> None:
-    [(restored, steps, latest)] = pools.run(1, checkpointer_is_struck, str(tmp_path / "run"))
-    assert restored
-    assert steps == [2, 3, 4]
-    assert latest == tmp_path / "run" / "step-00000004"
+        assert again.steps() == [2, 3, 4]
+        assert again.latest() == folder / "step-00000004"

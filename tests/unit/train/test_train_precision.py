@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.core.world import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
-from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.train import Evaluation, Result, TrainConfig, Trainer
 from trainings import (
     LR,
     Points,
@@ -117,18 +117,21 @@ def test_step_skipped_by_the_scaler_is_skipped_and_uncounted_on_every_rank(pools
             assert relative_difference(weights, reference) < bound
 
 
-def warned(world: World, precision: Any) -> list[tuple[str, str]]:
-    """Return file and text of the warnings about a mean loss."""
+def fit(loss: Any, samples: int, config: TrainConfig, evaluation: Evaluation | None = None) -> Result:
     model = DistributedDataParallel(net(RUN))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    return Trainer(model, optimizer, loss, DataLoader(Points(samples, RUN.dtype), 8), config, evaluation).fit()
+
+
+def warned(world: World, precision: Any) -> list[tuple[str, str]]:
+    """Return file and text of the warnings about a mean loss."""
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
         return nn.functional.mse_loss(model(batch[0]), batch[1]), len(batch[0])
 
-    trainer = Trainer(model, optimizer, loss, DataLoader(Points(8, RUN.dtype), 8), TrainConfig(1, precision=precision))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit()
+        fit(loss, 8, TrainConfig(1, precision=precision))
     return [(item.filename, str(item.message)) for item in caught if "from a mean" in str(item.message)]
 
 
@@ -141,18 +144,15 @@ def test_mean_loss_is_reported_at_the_user_line_in_every_precision(pools: Pools)
 
 def skipping(world: World, skipped: int) -> tuple[int, bool, list[str]]:
     """Train for 4 steps, skipping the first `skipped`; return the steps, whether it was evaluated, and the warnings."""
-    model, data = DistributedDataParallel(net(RUN)), Points(16, RUN.dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     factors = iter([float("inf")] * skipped + [1.0] * (4 - skipped))
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
         return small(model(batch[0]), batch[1]) * next(factors), len(batch[0])
 
-    evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",))
-    trainer = Trainer(model, optimizer, loss, DataLoader(data, 8), TrainConfig(2, precision="fp16"), evaluation)
+    evaluation = Evaluation(DataLoader(Points(16, RUN.dtype), 16), squared_error, ("error",))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = trainer.fit()
+        result = fit(loss, 16, TrainConfig(2, precision="fp16"), evaluation)
     texts = [str(warning.message) for warning in caught]
     return result.steps, "error" in result.metrics, [text for text in texts if "skipped" in text]
 
@@ -170,13 +170,9 @@ def test_run_that_mostly_skips_steps_is_evaluated_and_rank_0_warns(pools: Pools)
 @pytest.mark.ranks(2)
 def test_permanently_overflowing_loss_ends_the_run(world: World) -> None:
     # With max_steps the run would never end.
-    model = DistributedDataParallel(net(RUN))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
         return squared(model(batch[0]), batch[1]) * float("nan"), len(batch[0])
 
-    loader = DataLoader(Points(8, RUN.dtype), 8)
-    config = TrainConfig(max_steps=5, precision="fp16")
-    message = refusal(Trainer(model, optimizer, loss, loader, config).fit)
+    message = refusal(fit, loss, 8, TrainConfig(max_steps=5, precision="fp16"))
     assert message.startswith("every step is skipped, because the gradient has NaN or Inf")

@@ -53,9 +53,7 @@ def test_resume_with_another_schedule_requires_permission(world: World, tmp_path
             warnings.simplefilter("ignore")  # about adopting the settings of this run
             said.append(refusal(trainer(model, optimizer, **config).fit))
     assert (said[0], said[2]) == ("", "")
-    assert said[1].startswith(
-        "the checkpoint was written with schedule={'warmup_steps': 2, 'decay': 'linear', 'total_st"
-    )
+    assert said[1].startswith("the checkpoint was written with schedule={'warmup_steps': 2, 'decay': 'linear'")
 
 
 @pytest.mark.ranks(1)
@@ -64,7 +62,7 @@ def test_user_scheduler_is_stepped_and_saved_without_a_second_schedule(world: Wo
     folder = str(tmp_path)
     model, optimizer = parts()
     used = rates_used(optimizer)
-    scheduler = StepLR(optimizer, 2, gamma=0.5)
+    scheduler = StepLR(optimizer, 2, 0.5)
     messages = [
         refusal(trainer, model, optimizer),
         refusal(trainer, model, optimizer, scheduler=ReduceLROnPlateau(optimizer)),
@@ -74,9 +72,7 @@ def test_user_scheduler_is_stepped_and_saved_without_a_second_schedule(world: Wo
     first.fit()
     model, optimizer = parts()
     used_later = rates_used(optimizer)
-    trainer(
-        model, optimizer, scheduler=StepLR(optimizer, 2, gamma=0.5), checkpoint_dir=folder, epochs=2, resume=True
-    ).fit()
+    trainer(model, optimizer, scheduler=StepLR(optimizer, 2, 0.5), checkpoint_dir=folder, epochs=2, resume=True).fit()
     for make in (lambda it: StepLR(it, 3, gamma=0.5), lambda it: CosineAnnealingLR(it, 2)):
         model, optimizer = parts()
         changed = {"checkpoint_dir": folder, "epochs": 3, "resume": True, "allow_changed_settings": True}
