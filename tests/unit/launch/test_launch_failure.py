@@ -47,20 +47,11 @@ CASES = {
     "peer aborted by torch": ([End(0, ABORT, 4.0), raising(1, ERROR, 4.5)], [1, 0]),
     "abort without another cause": ([raising(0, NCCL, 3.0), End(1, ABORT, 4.0)], [1, 0]),
     "two ranks raised": ([raising(0, ERROR, 4.2), raising(1, "KeyError: y", 4.3, at=4.9)], [0, 1]),
-    "others stopped by the launcher": (
-        [End(0, TERM, 6.0, stopped=True), End(1, 7, 5.0), End(2, 143, 6.0, stopped=True)],
-        [1],
-    ),
+    "stopped by the launcher": ([End(0, TERM, 6.0, stopped=True), End(1, 7, 5.0), End(2, 143, 6.0, stopped=True)], [1]),
     "aborted rank blamed by the others": ([losing(0, 2), losing(1, 2), End(2, ABORT, 4.1)], [2, 0, 1]),
-    "peer that exited with another code after handling its error": (
-        [End(0, 1, 4.3, leaving=4.28), End(1, KILL, 4.3)],
-        [1, 0],
-    ),
+    "peer that handled its error and exited": ([End(0, 1, 4.3, leaving=4.28), End(1, KILL, 4.3)], [1, 0]),
     "two ranks died almost simultaneously": ([End(0, KILL, 4.1), End(1, SEGV, 4.0)], [1, 0]),
-    "rank stopped while shutting down after an exception": (
-        [End(0, ABORT, 4.0), End(1, TERM, 6.0, True, recorded(ERROR, 3.9))],
-        [1, 0],
-    ),
+    "rank stopped after an exception": ([End(0, ABORT, 4.0), End(1, TERM, 6.0, True, recorded(ERROR, 3.9))], [1, 0]),
 }
 
 
@@ -76,10 +67,7 @@ HEADLINES = {
         [raising(0, ERROR, 4.0), End(1, 0, 3.0)],
         "rank 0 failed first (exit code 1: ValueError: x)",
     ),
-    "the missed one of two exited ranks": (
-        [losing(0, 2), End(1, 0, 2.0), End(2, 0, 4.1)],
-        f"rank 2 {NEEDED}, so rank 0 failed",
-    ),
+    "the missed one of two exited": ([losing(0, 2), End(1, 0, 2.0), End(2, 0, 4.1)], f"rank 2 {NEEDED}, so rank 0"),
     "two exited ranks, neither blamed by others": (
         [raising(0, LOST, 4.0), End(1, 0, 4.2, leaving=4.0), End(2, 0, 4.1, leaving=3.9)],
         f"ranks 1, 2 {NEEDED}",
@@ -92,7 +80,7 @@ HEADLINES = {
         [End(0, ABORT, 4.2), End(1, 0, 4.1, leaving=3.9), raising(2, LOST, 4.0)],
         f"rank 1 {NEEDED}, so rank 2 failed",
     ),
-    "abort long after another rank finished": (
+    "abort after another rank ended": (
         [End(0, ABORT, 8.0), End(1, 0, 4.1, leaving=3.9)],
         "rank 0 failed first (signal SIGABRT)",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -126,6 +127,17 @@ def test_endless_stream_ends_after_max_steps(pools: Pools) -> None:
     outcomes = pools.run(2, train, case)
     assert [len(outcome.seen) for outcome in outcomes] == [9, 9]
     assert outcomes[0].rates == pytest.approx([LR / 2, LR, *(LR * (9 - step) / 7 for step in range(2, 9))])
+
+
+def test_evaluations_run_at_the_interval_and_after_the_last_step(pools: Pools, tmp_path: Path) -> None:
+    file = tmp_path / "m"
+    config = {"max_steps": 10, "evaluate_every": 4, "log_every": 3, "metrics_file": str(file)}
+    pools.run(2, train, Case(config, losses=[3.0, 2.0, 1.0]))
+    line, evaluation = ["lr", "train/loss"], ["eval/loss"]
+    # An epoch has 6 steps and ends with a metrics line.
+    expected = [(3, line), (4, evaluation), (6, line), (8, evaluation), (9, line), (10, line), (10, evaluation)]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["step"], sorted(line.keys() - {"step"})) for line in lines] == expected
 
 
 BEST = {
