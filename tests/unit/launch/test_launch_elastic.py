@@ -70,15 +70,6 @@ def test_no_place_excluded_without_a_minimum() -> None:
     assert four.move(0, 5.0) is None
 
 
-def test_change_states_its_reason() -> None:
-    four = Places(4, 2)
-    for at in (0.0, 1.0):
-        four.failed(3, 1, at)
-    assert four.move(8, 1.0) == Change(4, 2, "place 3 is left out after two failures, for 600 s")
-    assert four.move(8, 2.0) is None
-    assert four.move(8, 601.0) == Change(2, 4, "places 2, 3 are tried again")
-
-
 @pytest.mark.parametrize("count", [3, 6])
 def test_first_failure_keeps_all_ranks_without_a_checkpointer(count: int) -> None:
     """The number was cut to a power of two for possible virtual ranks, and no place was blamed for it."""
@@ -88,6 +79,8 @@ def test_first_failure_keeps_all_ranks_without_a_checkpointer(count: int) -> Non
     some.failed(1, 5, 1.0)
     why = "place 1 is left out after two failures, for 600 s"
     assert some.move(None, 1.0) == Change(count, count - 1, why)  # not a power of two, so the job has no virtual ranks
+    assert some.move(None, 2.0) is None
+    assert some.move(None, 601.0) == Change(count - 1, count, "place 1 is tried again")
 
 
 def test_replaced_place_is_reported(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ HANGS: dict[str, tuple[list[RankView], tuple[int, ...]]] = {
     "the first step, for very long": ([sight(0, "wait", 150, steps=0), sight(1, "loop", 150, steps=0)], (1,)),
     "stopped": ([sight(0, "bucket wait", 11), sight(1, "wait", 12, stopped=12)], (1,)),
     "ranks wait for each other": ([sight(0, "bucket wait", 11), sight(1, "collective", 12)], (0, 1)),
-    "ranks wait for each other, by stacks": (
+    "mutual waits, by stacks": (
         [sight(0, "checkpoint", 11, SAVES, asleep=11), sight(1, "loop", 12, GATHERS, asleep=12)],
         (0, 1),
     ),
