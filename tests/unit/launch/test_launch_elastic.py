@@ -293,7 +293,7 @@ while done < 12:
         # Alone it waits for the other host: for the first time, or when that was lost.
         meeting = 9 if os.path.exists("../lost") else 1
         while done == meeting and host != "one" and world.size == 1 and time.monotonic() < until:
-            if checkpointer._recovery.boundary.wish: break
+            if checkpointer._recovery.boundary.requests: break
             time.sleep(0.01)
         if done == 12: break
 checkpointer.close()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from paceline.core.black_box import Raised, Snapshot
+from paceline.core.black_box import PHASES, Snapshot
+from paceline.core.rank_page import SIZE
 from paceline.errors import CommunicationError, DesyncError, WorldError
 from paceline.launch import failure_record
 from paceline.launch.failure_record import Record
@@ -123,11 +124,15 @@ def test_step_counts_across_restarts_and_alternating_optimizers(tmp_path: Path) 
 # -- step and phase of each rank ---------------------------------------------------------------------------------------
 
 
-def snapshot(phase: str, since: float, bucket: int | None = None, raised: Raised | None = None) -> Snapshot:
-    return Snapshot(7, 1, 4, "host", phase, since, bucket, 40, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, raised, 40, True)
+def snapshot(phase: str, since: float, bucket: int = -1, raised: str | None = None) -> Snapshot:
+    box = Snapshot(bytearray(SIZE))
+    box.phase_index, box.since, box.bucket_number, box.job_step = PHASES.index(phase), since, bucket, 40
+    if raised is not None:
+        box.raised_phase, box.raised_bucket, box.raised_since, box.raised_until = PHASES.index(raised), -1, 8.5, since
+    return box
 
 
-LEFT_FORWARD = snapshot("loop", 9.0, raised=Raised("forward", None, 8.5, 9.0))
+LEFT_FORWARD = snapshot("loop", 9.0, raised="forward")
 
 # The box of a rank, the time of the failure, whether the rank may have raised, and the resulting state.
 STATES = {

@@ -16,9 +16,8 @@ from paceline.core.spans import BACKWARD, COLLECTIVE, FORWARD, GRADIENT, LAUNCH,
 from paceline.planner.profiles import from_profiles, from_summary
 from paceline.profiler import step_parts
 from paceline.profiler.analyze import summary
-from paceline.profiler.bucket_timeline import gradient_times
 from paceline.profiler.facts import plan_of
-from paceline.profiler.step_breakdown import account, find_bubbles, mean_of
+from paceline.profiler.step_breakdown import account, find_bubbles, gradient_times, mean_of
 from paceline.profiler.steps import MEETING, Step, bound_offset, offset_at
 from profile_records import GROUP, cut, records, usual, verdict
 

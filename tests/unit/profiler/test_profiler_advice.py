@@ -18,7 +18,7 @@ import torch
 import paceline
 import paceline.data
 from paceline.planner.critical_batch import NoiseScale
-from paceline.profiler import rules, step_parts
+from paceline.profiler import advice, step_parts
 from paceline.profiler.analyze import Report, summary
 from paceline.profiler.facts import Facts
 from paceline.profiler.measurements import GradientNorms
@@ -216,7 +216,7 @@ SETTABLE: Any = (MODEL, paceline.data.DataLoader, torch.utils.data.DataLoader, p
 
 def texts() -> Iterator[str]:
     """Yield the text of each piece of advice, with 1 for each value."""
-    for node in ast.walk(ast.parse(Path(rules.__file__).read_text("utf-8"))):
+    for node in ast.walk(ast.parse(Path(advice.__file__).read_text("utf-8"))):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

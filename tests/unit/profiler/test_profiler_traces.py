@@ -19,10 +19,11 @@ from paceline.core.world import World
 from paceline.profiler import profile
 from paceline.profiler.chrome_trace import trace_events
 from paceline.profiler.facts import Facts
+from paceline.profiler.measurements import LAG, DeviceTimes
 from paceline.profiler.operator_table import OperatorTable, operators_in, overlap_of_kernels, read_trace
 from paceline.profiler.rank_file import trace_of
+from paceline.profiler.step_breakdown import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.steps import MEETING, Step, shared
-from paceline.profiler.torch_spans import LAG, DeviceTimes
 from profile_records import cut, records
 from ranks import run_ranks
 

@@ -16,7 +16,7 @@ from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.train import Evaluation, TrainConfig, Trainer, evaluate, validation
+from paceline.train import Evaluation, TrainConfig, Trainer, checkpoints, evaluate
 from trainings import Points, Settings, refusal, squared_error, squared_loss
 from twins import Pools
 
@@ -186,18 +186,18 @@ OTHER: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "options", "message"), OTHER, ids=[name for name, *_ in OTHER])
 def test_checkpoint_with_other_settings_is_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:
-    saved = validation.Settings(TrainConfig(epochs=2), batch_size=8).state_dict()
+    saved = checkpoints.Settings(TrainConfig(epochs=2), batch_size=8).state_dict()
     with pytest.raises(CheckpointMismatch, match=message):
-        validation.Settings(TrainConfig(epochs=2, **options), batch_size=8).check_state_dict(saved)
+        checkpoints.Settings(TrainConfig(epochs=2, **options), batch_size=8).check_state_dict(saved)
 
 
 def test_run_may_be_extended_and_change_its_logging() -> None:
-    saved = validation.Settings(TrainConfig(epochs=2, log_every=1)).state_dict()
-    validation.Settings(TrainConfig(epochs=9, resume=True)).check_state_dict(saved)
+    saved = checkpoints.Settings(TrainConfig(epochs=2, log_every=1)).state_dict()
+    checkpoints.Settings(TrainConfig(epochs=9, resume=True)).check_state_dict(saved)
 
 
 def test_batch_size_can_never_change() -> None:
-    saved = validation.Settings(TrainConfig(epochs=2), batch_size=1).state_dict()
+    saved = checkpoints.Settings(TrainConfig(epochs=2), batch_size=1).state_dict()
     allowed = TrainConfig(epochs=2, resume=True, allow_changed_settings=True)
     with pytest.raises(CheckpointMismatch, match="batch_size=1, but this run has batch_size=2; resume with the same"):
-        validation.Settings(allowed, batch_size=2).check_state_dict(saved)
+        checkpoints.Settings(allowed, batch_size=2).check_state_dict(saved)

@@ -15,10 +15,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from paceline.data.dataset_digest import outline_digest
 from paceline.errors import CheckpointMismatch
-from paceline.train import EarlyStopping, validation
+from paceline.train import EarlyStopping, checkpoints
+from paceline.train.checkpoints import DataIdentity, Saves, fingerprint
 from paceline.train.run import RunState
-from paceline.train.saves import Saves
-from paceline.train.validation import DataIdentity, fingerprint
 from trainings import Outcome, Run, Settings, in_silence, train
 from twins import Pools
 
@@ -161,8 +160,8 @@ def test_message_describes_how_data_changed(previous: Any, now: Any, said: str) 
 
 
 def test_rows_of_a_large_column_are_sampled_from_first_to_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "WHOLE_BYTES", 100)
-    monkeypatch.setattr(validation, "MOST_ROWS", 4)  # rows 0, 33, 66 and 99
+    monkeypatch.setattr(checkpoints, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(checkpoints, "MOST_ROWS", 4)  # rows 0, 33, 66 and 99
     saved = fingerprint(TensorDataset(X))
     assert [row for row in range(100) if fingerprint(TensorDataset(edited(X, row))) != saved] == [0, 33, 66, 99]
 
