@@ -207,7 +207,7 @@ def test_export_takes_the_newest_undamaged_step(run_folder: Path, command: Comma
     assert "step-00000003 is damaged: the content of model.safetensors" in line
 
 
-def test_export_never_overwrites_a_file_or_writes_into_a_checkpoint(
+def test_export_overwrites_no_file_and_changes_no_checkpoint(
     run_folder: Path, command: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "m.pt").write_text("mine")
@@ -222,9 +222,7 @@ def test_export_never_overwrites_a_file_or_writes_into_a_checkpoint(
     assert command("verify", run_folder).code == 0
 
 
-def test_a_linked_checkpoint_is_verified_but_never_written_to(
-    run_folder: Path, command: Command, tmp_path: Path
-) -> None:
+def test_a_linked_checkpoint_is_verified_but_never_written(run_folder: Path, command: Command, tmp_path: Path) -> None:
     moved = (run_folder / "step-00000003").rename(tmp_path / "moved")
     (run_folder / "step-00000003").symlink_to(moved)
     (run_folder / "step-00000009").symlink_to(tmp_path / "nowhere")
@@ -258,9 +256,7 @@ def test_bad_targets_and_names_are_one_line_errors(run_folder: Path, tmp_path: P
 
     assert "nothing is saved as 'ema' in" in line("--out", tmp_path / "o", "--name", "ema")
     assert "which has ['model', 'notes', 'optimizer', 'tied']" in line("--out", tmp_path / "o", "--name", "own")
-    assert "holds only tensors; give --out a name that ends in .pt" in line(
-        "--out", tmp_path / "o", "--name", "optimizer"
-    )
+    assert "holds only tensors; give --out a name that ends" in line("--out", tmp_path / "o", "--name", "optimizer")
     assert "the folder" in line("--out", tmp_path / "no" / "o")
     assert "it is a folder" in line("--out", tmp_path)
     assert "cannot be written" in line("--out", "/proc/self/o")

@@ -41,9 +41,7 @@ def open_with(folder: Path, fill: float = 0.0, keep: int = 3, size: int = 1000) 
 def test_a_save_never_prunes_itself_or_later_steps(tmp_path: Path) -> None:
     checkpointer, _ = open_with(tmp_path, keep=1)
     checkpointer.save(20)
-    with pytest.warns(
-        CheckpointWarning, match=r"step 10 was saved into .*, which has the later step 20 of another run"
-    ):
+    with pytest.warns(CheckpointWarning, match=r"step 10 was saved .*, which has the later step 20 of another run"):
         checkpointer.save(10)
     checkpointer.save(11)  # one warning is enough
     assert checkpointer.steps() == [11, 20]

@@ -63,10 +63,9 @@ def save(world: World, folder: str, per_rank: bool = True) -> tuple[str, torch.T
 
 
 def restore(world: World, folder: str, per_rank: bool = True) -> tuple[Any, ...]:
-    # Only rank 0's host has the folder.
-    checkpointer, model, optimizer, own = make(
-        world, folder if world.rank == 0 else f"/proc/nowhere-{world.rank}", 2 + world.rank, per_rank
-    )
+    if world.rank:
+        folder = f"/proc/nowhere-{world.rank}"  # only rank 0's host has the folder
+    checkpointer, model, optimizer, own = make(world, folder, 2 + world.rank, per_rank)
     set_seed(12)
     fresh = torch.rand(3)
     set_seed(12)
@@ -88,9 +87,8 @@ def test_every_rank_restores_its_own_state_and_generators(pools: Pools, tmp_path
     saved = pools.run(2, save, str(tmp_path))
     assert {path for path, _, _ in saved} == {str(tmp_path / "step-00000007")}
     assert not torch.equal(saved[0][2], saved[1][2])
-    for rank, (step, weight, optimizer_step, own, (_, drawn), warned) in enumerate(
-        pools.run(2, restore, str(tmp_path))
-    ):
+    outcomes = pools.run(2, restore, str(tmp_path))
+    for rank, (step, weight, optimizer_step, own, (_, drawn), warned) in enumerate(outcomes):
         assert (step, optimizer_step, warned) == (7, 1.0, [])
         assert torch.equal(weight, saved[0][1])
         assert own["rank"] == rank
@@ -318,7 +316,7 @@ FINE_TUNING: dict[str, Callable[[nn.Sequential], object]] = {
 }
 
 
-def fine_tuned(world: World, folder: str, change: str, steps_after: int) -> bool:
+def fine_tuned(world: World, folder: str, change: str, more: int) -> bool:
     """Change a wrapped module during training, save, and compare resumed with uninterrupted training."""
 
     def start(seed: int) -> tuple[Checkpointer, Any, Any, Any]:
@@ -350,24 +348,22 @@ def fine_tuned(world: World, folder: str, change: str, steps_after: int) -> bool
     checkpointer, whole, apply, train = start(seed=1)
     train(0, 2)
     apply()
-    train(2, 2 + steps_after)
-    checkpointer.save(2 + steps_after)
-    train(2 + steps_after, 7)
+    train(2, 2 + more)
+    checkpointer.save(2 + more)
+    train(2 + more, 7)
     checkpointer.close()
     checkpointer, model, apply, train = start(seed=2 + world.rank)
     apply()
-    assert checkpointer.restore() == 2 + steps_after
+    assert checkpointer.restore() == 2 + more
     checkpointer.close()
-    train(2 + steps_after, 7)
+    train(2 + more, 7)
     return digest(model.state_dict()) == digest(whole.state_dict()) and model.bucket_layout() == whole.bucket_layout()
 
 
 @pytest.mark.parametrize("change", FINE_TUNING)
-@pytest.mark.parametrize(("ranks", "steps_after"), [(1, 2), (2, 0), (3, 2)])
-def test_a_module_changed_after_wrapping_resumes_bit_equal(
-    pools: Pools, tmp_path: Path, change: str, ranks: int, steps_after: int
-) -> None:
-    assert all(pools.run(ranks, fine_tuned, str(tmp_path), change, steps_after))
+@pytest.mark.parametrize(("ranks", "more"), [(1, 2), (2, 0), (3, 2)])
+def test_a_changed_module_resumes_bit_equal(pools: Pools, tmp_path: Path, change: str, ranks: int, more: int) -> None:
+    assert all(pools.run(ranks, fine_tuned, str(tmp_path), change, more))
 
 
 def trained(world: World, folder: str, default: str) -> str:

@@ -1,29 +1,37 @@
-"""Peers that die, stop or arrive late, and cleanup after all ranks are killed."""
+"""Ranks that die, stop, arrive late, call different operations or wait for each other raise errors that name them."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import random
 import re
 import signal
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from paceline.comm import handshake
+from paceline import DistributedDataParallel
+from paceline.comm import handshake, shm_engine
 from paceline.comm.shm_arena import Arena
+from paceline.comm.shm_collectives import STAGE_BYTES
 from paceline.core.world import World
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, DesyncError, UsageError
 from processes import until
-from ranks import Ranks
+from ranks import Ranks, run_ranks
+from twins import Pools
 
 
 def sums(world: World, count: int = 1000) -> None:
@@ -172,3 +180,293 @@ def test_a_rank_missing_from_the_handshake_is_named_and_descriptors_are_closed()
     del arena
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- different operations ----------------------------------------------------------------------------------------------
+
+
+CHUNK = STAGE_BYTES // 4  # float32
+DIFFERENT: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
+    (
+        lambda: dist.all_reduce(torch.ones(8)),
+        lambda: dist.broadcast(torch.ones(8), 0),
+        r"all_reduce of 8 × float32 by SUM.*broadcast of 8 × float32 from rank 0",
+    ),
+    (
+        lambda: dist.all_reduce(torch.ones(8)),
+        lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32)),
+        "8 × float32.*8 × int32",
+    ),
+    (
+        lambda: dist.all_reduce(torch.ones(8)),
+        lambda: dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX),
+        "by SUM.*by MAX",
+    ),
+    (lambda: dist.broadcast(torch.ones(8), 0), lambda: dist.broadcast(torch.ones(8), 1), "from rank 0.*from rank 1"),
+    (
+        lambda: dist.all_reduce(torch.ones(100)),
+        lambda: dist.all_reduce(torch.ones(5 * CHUNK)),
+        f"{100} × float32.*{5 * CHUNK} × float32",
+    ),
+    (dist.barrier, lambda: dist.broadcast(torch.ones(3 * CHUNK), 0), "barrier; rank .*broadcast of"),
+    (
+        lambda: dist.all_gather([torch.ones(3 * CHUNK)] * dist.get_world_size(), torch.ones(3 * CHUNK)),
+        lambda: dist.reduce_scatter(torch.ones(CHUNK), [torch.ones(CHUNK)] * dist.get_world_size()),
+        "all_gather of.*reduce_scatter of",
+    ),
+    (
+        lambda: dist.all_reduce(torch.ones(3 * CHUNK), async_op=True).wait(),
+        lambda: dist.all_reduce(torch.ones(2), async_op=True).wait(),
+        f"{3 * CHUNK} × float32.* 2 × float32",
+    ),
+]
+
+
+def works(world: World) -> None:
+    """Check that the group still works, with small and large messages in both directions."""
+    for count in (1, 3 * CHUNK + 5):
+        tensor = torch.full((count,), float(world.rank + 1))
+        dist.all_reduce(tensor)
+        assert tensor.eq(sum(range(1, world.size + 1))).all()
+    dist.barrier()
+
+
+def differ(world: World) -> list[str]:
+    told = []
+    for one, other, _ in DIFFERENT:
+        with pytest.raises(DesyncError) as caught:
+            (other if world.rank == 2 else one)()
+        told.append(str(caught.value))
+        works(world)
+    return told
+
+
+def test_a_mismatch_is_named_on_every_rank_and_the_group_still_works(pools: Pools) -> None:
+    for rank, told in enumerate(pools.run(3, differ)):
+        for message, (*_, named) in zip(told, DIFFERENT, strict=True):
+            assert message.startswith(f"rank {rank}: ranks are out of step in operation "), message
+            assert re.search(named, message), message
+            assert "rank 2: " in message.replace(f"rank {rank}: ranks", "")
+
+
+def differ_in_a_subgroup(world: World) -> str:
+    group = dist.new_group([1, 2])
+    if world.rank == 0:
+        return ""
+    with pytest.raises(DesyncError) as caught:
+        dist.all_reduce(torch.ones(world.rank), group=group)
+    return str(caught.value)
+
+
+def test_errors_in_a_subgroup_use_global_ranks(pools: Pools) -> None:
+    for rank, message in enumerate(pools.run(3, differ_in_a_subgroup)):
+        if rank:
+            assert message.startswith(f"rank {rank}: ")
+            assert "(rank 1: all_reduce of 1 × float32 by SUM; rank 2: all_reduce of 2" in message
+
+
+def launch_differently(world: World) -> list[str]:
+    group: Any = dist.group.WORLD
+    tensors = [group.allocate(8 + (world.rank == 1 and i == 1), torch.float32) for i in range(4)]
+    message = []
+    for operation in [group.launch_all_reduce(tensor) for tensor in tensors]:
+        try:
+            operation.wait()
+            message.append("")
+        except DesyncError as error:
+            message.append(str(error))
+    for tensor in tensors:
+        group.free(tensor)
+    works(world)
+    return message
+
+
+def test_one_mismatched_launch_is_named_and_the_others_succeed(pools: Pools) -> None:
+    for message in pools.run(3, launch_differently):
+        assert [bool(one) for one in message] == [False, True, False, False]
+        assert "rank 0, 2: shared all_reduce of 8 × float32 by SUM; rank 1: shared all_reduce of 9" in message[1]
+
+
+def skip(world: World) -> tuple[str, float]:
+    works(world)
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=0.5))
+    start = time.monotonic()
+    if world.rank == 1:
+        return "", 0.0
+    try:
+        dist.all_reduce(torch.ones(3))
+    except CommunicationError as error:
+        first, took = str(error), time.monotonic() - start
+    with pytest.raises(CommunicationError, match="cannot be used any longer, because rank 1"):
+        dist.barrier()
+    with pytest.raises(CommunicationError, match="cannot be used any longer, because rank 1"):
+        dist.barrier(async_op=True).wait()
+    return first, took
+
+
+def test_a_skipped_collective_is_named_at_timeout_with_rank_and_operation() -> None:
+    with Ranks(2, backend="paceline") as ranks:
+        (message, took), _ = ranks.run(skip)
+    assert re.match(
+        r"rank 0: rank 1 \(pid \d+, which has begun \d+ operations of this group\) did not take part within 0\.5 s in "
+        r"all_reduce of 3 × float32 by SUM, operation \d+ of this group; see the error",
+        message,
+    ), message
+    assert took > 0.4
+
+
+# -- wrong arguments ---------------------------------------------------------------------------------------------------
+
+
+def wrong(world: World) -> tuple[str, str]:
+    n = world.size
+    group: Any = dist.group.WORLD
+    ones = torch.ones(4)
+    of_torch: list[Callable[[], Any]] = [
+        lambda: dist.broadcast(ones, 9),
+        lambda: dist.reduce(ones, -3),
+        lambda: dist.gather(ones, [ones] * n if world.rank == 0 else None, n),
+        lambda: dist.all_reduce(torch.ones(4, device="meta")),
+        lambda: dist.broadcast(torch.ones(4, device="meta"), 0),
+        lambda: dist.all_reduce(ones, dist.ReduceOp.BAND),
+        lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG),
+        lambda: dist.all_reduce(torch.ones(4, dtype=torch.uint16)),
+        lambda: dist.all_to_all_single(torch.ones(5 * n + 1), torch.ones(5 * n + 1)),
+        lambda: dist.all_to_all_single(ones, ones, [9] * n, [1] * n),
+        lambda: dist.all_gather([ones] * (n + 1), ones),
+        lambda: dist.reduce_scatter(ones, [torch.ones(4, dtype=torch.int64)] * n),
+    ]
+    ours: list[Callable[[], Any]] = [
+        lambda: group.allocate(10**15, torch.float32),
+        lambda: group.allocate(-1, torch.float32),
+        lambda: group.free(ones),
+        lambda: group.launch_all_reduce(ones),
+    ]
+    message = []
+    for call in of_torch + ours:
+        with pytest.raises(UsageError if call in ours else (ValueError, TypeError, RuntimeError, UsageError)) as caught:
+            call()
+        assert not isinstance(caught.value, CommunicationError)
+        message.append(str(caught.value))
+        dist.barrier()
+    works(world)
+    return message[0], message[12]
+
+
+def test_wrong_arguments_raise_clear_errors_and_the_group_still_works(pools: Pools) -> None:
+    for root, memory in pools.run(3, wrong):
+        assert "from rank 9 of a group of 3" in root
+        assert "4,000,000,000,000,000 bytes of shared memory were requested, but the host has" in memory
+
+
+# -- deadlocks ---------------------------------------------------------------------------------------------------------
+
+
+NAP_S = 0.02
+Group = tuple[int, ...]
+
+
+def join(groups: dict[Group, Any], *ranks: int, count: int = 1) -> None:
+    tensor = torch.ones(count)
+    dist.all_reduce(tensor, group=groups[ranks])
+    assert tensor.eq(len(ranks)).all()
+
+
+def subgroups(world: World) -> dict[Group, Any]:
+    """The groups of two or more ranks."""
+    shm_engine._NAP_S = NAP_S  # ranks look for deadlocks often
+    every = [ranks for size in range(2, world.size + 1) for ranks in combinations(range(world.size), size)]
+    return {ranks: dist.new_group(list(ranks)) for ranks in every}
+
+
+def train(model: nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def cross(world: World, case: str) -> str:
+    """Return the error of ranks that wait for each other."""
+    groups, model = subgroups(world), DistributedDataParallel(nn.Linear(3, 2))
+    train(model)
+    rank, following = world.rank, tuple(sorted((world.rank, (world.rank + 1) % world.size)))
+    calls: dict[str, Callable[[], object]] = {
+        "an evaluation": lambda: train(model) if rank else dist.all_reduce(torch.ones(1)),
+        "a large tensor": lambda: train(model) if rank else dist.all_reduce(torch.ones(3_000_000)),
+        "an asynchronous sum": lambda: train(model) if rank else dist.all_reduce(torch.ones(1), async_op=True).wait(),
+        "a circle of groups": lambda: join(groups, *following),
+    }
+    with pytest.raises(DesyncError) as caught:
+        calls[case]()
+    with pytest.raises(CommunicationError, match="cannot be used any longer, because ranks wait for each other"):
+        dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["an evaluation", "a large tensor", "an asynchronous sum", "a circle of groups"])
+def test_every_deadlocked_rank_names_the_operations(case: str) -> None:
+    for rank, message in enumerate(run_ranks(3, cross, case, timeout=60, backend="paceline")):
+        assert message.startswith(f"rank {rank}: ranks wait for each other in different operations (rank"), message
+        places = re.findall(rf"(ranks? [\d, ]+): [\w ]*all_reduce of [^(]* \({__file__}, line \d+\)", message)
+        named = {*re.findall(r"\d", " ".join(places))}
+        # Two ranks already form a deadlock without the third. A cycle of groups needs all three.
+        third = {"12"[rank == 1]} if "circle" in case else set()
+        assert named >= {"0", str(rank)} | third, message
+        assert len(named) >= 2, message
+
+
+def no_deadlock(world: World, seed: int) -> None:
+    """Join random groups in the same order on all ranks, often waiting for a late one."""
+    groups, order, delays = subgroups(world), random.Random(seed), random.Random(f"{seed} {world.rank}")
+    for _ in range(150):
+        ranks = order.choice(list(groups))
+        count = order.choice([1, 10, 20_000])
+        if world.rank in ranks:
+            time.sleep(delays.choice([0, 0, 0, 0, 3 * NAP_S]))
+            join(groups, *ranks, count=count)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_waiting_for_a_late_rank_in_several_groups_is_not_a_deadlock(seed: int) -> None:
+    run_ranks(4, no_deadlock, seed, backend="paceline")
+
+
+def stopped(world: World, pids: Path) -> None:
+    """Rank 0 waits for rank 1 and is stopped; meanwhile rank 1 releases it and waits for it in another operation."""
+    groups = subgroups(world)
+    (pids / str(world.rank)).write_text(str(os.getpid()))
+    dist.barrier()
+    if world.rank < 2:
+        time.sleep(world.rank * 20 * NAP_S)
+        join(groups, 0, 1)
+    else:
+        time.sleep(10 * NAP_S)
+        os.kill(int((pids / "0").read_text()), signal.SIGSTOP)
+        time.sleep(40 * NAP_S)
+        os.kill(int((pids / "0").read_text()), signal.SIGCONT)
+    join(groups, 0, 1, 2)
+
+
+def test_a_stopped_rank_that_could_continue_is_not_in_a_deadlock(tmp_path: Path) -> None:
+    run_ranks(3, stopped, tmp_path, backend="paceline")
+
+
+def threads(world: World) -> None:
+    """Main threads wait for each other's second thread, which is computing, and vice versa."""
+    groups = subgroups(world)
+    groups |= {(0, 1, number): dist.new_group() for number in range(2)}
+
+    def run(number: int) -> None:
+        for _ in range(20):
+            time.sleep(10 * NAP_S * (number == world.rank))
+            dist.all_reduce(torch.ones(1), group=groups[0, 1, number])
+
+    other = threading.Thread(target=run, args=(1,))
+    other.start()
+    run(0)
+    other.join()
+    dist.barrier()
+
+
+def test_threads_waiting_in_separate_groups_are_not_in_a_deadlock() -> None:
+    run_ranks(2, threads, backend="paceline")

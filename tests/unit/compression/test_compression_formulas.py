@@ -75,7 +75,8 @@ class Reference:
         for indices in layout:
             ends = numpy.cumsum([len(gradients[0][i]) for i in indices])[:-1]
             whole = [
-                numpy.concatenate([gradients[r][i] + self.residuals[r][i] for i in indices]) for r in range(self.size)
+                numpy.concatenate([own[i] + left[i] for i in indices])
+                for own, left in zip(gradients, self.residuals, strict=True)
             ]
             mean, left = self.bucket(whole, indices)
             for i, part in zip(indices, numpy.split(mean, ends), strict=True):
@@ -215,9 +216,7 @@ def follow(world: World, kind: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1, "int8"), *((3, kind) for kind in KINDS)])
-def test_a_compressor_equals_its_naive_reference_even_if_buckets_are_rebuilt(
-    pools: Pools, size: int, kind: str
-) -> None:
+def test_a_compressor_equals_its_naive_reference(pools: Pools, size: int, kind: str) -> None:
     runs = pools.run(size, follow, kind)
     assert all(run == runs[0] for run in runs)  # to the bit
 
@@ -339,9 +338,7 @@ def refusals(world: World) -> None:
     reduce_all(net, state, world.rank, 0, LAYOUTS[0])
     with pytest.raises(CheckpointMismatch, match="belongs to the compressor 'PowerSGD', not to 'TopK'"):
         TopK(net).load_state_dict(state.state_dict())
-    with pytest.raises(
-        CheckpointMismatch, match=r"the saved bases of 'conv' have shape \(72, 2\), this model has \(72, 3"
-    ):
+    with pytest.raises(CheckpointMismatch, match=r"the saved bases of 'conv' have shape \(72, 2\), this model has"):
         PowerSGD(net, rank=3).load_state_dict(state.state_dict())
     with pytest.raises(CheckpointMismatch, match=r"the saved residuals of .* no such parameter"):
         PowerSGD(nn.Linear(3, 3)).load_state_dict(state.state_dict())

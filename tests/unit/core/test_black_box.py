@@ -240,7 +240,7 @@ JOB_STEPS: dict[str, tuple[bool, list[tuple[Any, ...]], int | None]] = {
 
 
 @pytest.mark.parametrize(("is_first_start", "acts", "expected"), JOB_STEPS.values(), ids=JOB_STEPS)
-def test_the_step_is_that_of_the_whole_job_or_unknown(
+def test_the_step_is_the_jobs_or_unknown(
     path: Path, is_first_start: bool, acts: list[tuple[Any, ...]], expected: int | None
 ) -> None:
     box = BlackBox(path, 0, 1, is_first_start)
@@ -250,9 +250,9 @@ def test_the_step_is_that_of_the_whole_job_or_unknown(
             with log.span("forward"):
                 pass
         else:
-            {"optimizer": lambda at: log.open("optimizer", at)(), "restore": box.go_on_from, "mark": box.mark}.get(
-                what, box.lose_count
-            )(*number)
+            optimizer = lambda at: log.open("optimizer", at)()  # noqa: E731
+            calls = {"optimizer": optimizer, "restore": box.go_on_from, "mark": box.mark, "lost": box.lose_count}
+            calls[what](*number)
     seen = now_in(path)
     assert seen.completed == expected
     assert seen.has_stepped == any(what in ("optimizer", "mark") for what, *_ in acts)
@@ -351,9 +351,8 @@ def test_the_next_launcher_only_removes_folders_of_dead_launchers(parent: Path, 
         JobFolder("next", "train.py", 1).remove()
     else:
         assert running_jobs() == {}
-    assert [entry.name for entry in parent.iterdir()] == [".paceline-job-unfinished"], (
-        "may belong to a launcher that is just starting"
-    )
+    # The unfinished folder may belong to a launcher that is just starting.
+    assert [entry.name for entry in parent.iterdir()] == [".paceline-job-unfinished"]
 
 
 def test_folders_of_other_users_are_ignored(parent: Path) -> None:

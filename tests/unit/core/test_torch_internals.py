@@ -129,10 +129,8 @@ def _() -> None:
 @contract("torch.autograd._is_checkpoint_valid")
 def _() -> None:
     assert in_hook(backward, lambda _: torch_internals.is_plain_backward()) == [True]
-    limited = in_hook(
-        lambda p: torch.autograd.backward(p.sum(), inputs=[p]), lambda _: torch_internals.is_plain_backward()
-    )
-    assert limited == [False]
+    limited = lambda parameter: torch.autograd.backward(parameter.sum(), inputs=[parameter])  # noqa: E731
+    assert in_hook(limited, lambda _: torch_internals.is_plain_backward()) == [False]
 
 
 @contract("torch.autograd.Variable._execution_engine.queue_callback")
@@ -248,9 +246,8 @@ def _() -> None:
 def _() -> None:
     assert torch_internals.tree_leaves(((1, [2]), {"a": 3})) == [1, 2, 3]
     one, two = {"a": [1], "b": 2}, {"b": 3, "a": [4]}
-    joined = torch_internals.tree_map(
-        lambda one, two: one + two, one, two, is_leaf=lambda value: isinstance(value, list)
-    )
+    is_list = lambda value: isinstance(value, list)  # noqa: E731
+    joined = torch_internals.tree_map(lambda one, two: one + two, one, two, is_leaf=is_list)
     assert joined == {"a": [1, 4], "b": 5}
 
 
@@ -456,9 +453,8 @@ def _() -> None:
     group: Any = dist.ProcessGroup(dist.HashStore(), 0, 1)
     assert torch_distributed.nccl_of(group) is None
     assert group.bound_device_id is None
-    group._register_backend(
-        torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(dist.HashStore(), 0, 1, TIMEOUT)
-    )
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, TIMEOUT)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name("contract/bare")
     assert group.group_name == "contract/bare"
     assert torch_distributed.nccl_of(group) is None
@@ -523,18 +519,13 @@ def _() -> None:
     assert backend.options._timeout == TIMEOUT
 
 
-@contract(
-    "ProcessGroup._allgather_base", "ProcessGroup._reduce_scatter_base", "ProcessGroup._get_sequence_number_for_group"
-)
+@contract("ProcessGroup._allgather_base", "ProcessGroup._reduce_scatter_base")
 def _() -> None:
     group: Any = torch_distributed.get_default_group()
     gathered, scattered = torch.zeros(2, 2)
     group._allgather_base(gathered, torch.ones(2), torch_distributed.AllgatherOptions()).wait()
     group._reduce_scatter_base(scattered, torch.ones(2), dist.ReduceScatterOptions()).wait()
     assert gathered.tolist() == scattered.tolist() == [1, 1]
-    before = group._get_sequence_number_for_group()
-    dist.all_reduce(torch.ones(1))
-    assert group._get_sequence_number_for_group() == before + 1
 
 
 # -- DistributedDataParallel -------------------------------------------------------------------------------------------
@@ -579,17 +570,15 @@ def _() -> None:
 
 @contract("torch.distributed.utils._cast_forward_inputs")
 def _() -> None:
-    (number, (inner,)), keywords = torch_distributed.cast_inputs(
-        torch.bfloat16, [torch.ones(1), [torch.ones(1, dtype=torch.int64)]], {"a": torch.ones(1)}
-    )
+    inputs = [torch.ones(1), [torch.ones(1, dtype=torch.int64)]]
+    (number, (inner,)), keywords = torch_distributed.cast_inputs(torch.bfloat16, inputs, {"a": torch.ones(1)})
     assert (number.dtype, inner.dtype, keywords["a"].dtype) == (torch.bfloat16, torch.int64, torch.bfloat16)
 
 
 @contract("torch.distributed.utils._to_kwargs")
 def _() -> None:
-    inputs, keywords = torch_distributed.move_inputs(
-        (torch.ones(1), "text"), {"a": [torch.ones(2)]}, torch.device("cpu")
-    )
+    cpu = torch.device("cpu")
+    inputs, keywords = torch_distributed.move_inputs((torch.ones(1), "text"), {"a": [torch.ones(2)]}, cpu)
     assert (inputs[0].item(), inputs[1], keywords["a"][0].tolist()) == (1, "text", [1, 1])
 
 
@@ -885,13 +874,7 @@ def covers(name: str, used: str) -> bool:
 
 
 def test_private_names_of_torch_are_only_used_in_torch_internals(found: dict[str, Names]) -> None:
-    wrong = [
-        f"{path} uses {name}"
-        for path, names in sorted(found.items())
-        if not path.startswith("core/torch_")
-        for name in sorted(names.torch)
-    ]
-    assert not wrong, "\n".join(wrong)
+    assert not {path: names.torch for path, names in found.items() if names.torch and "core/torch_" not in path}
 
 
 def test_every_private_name_of_torch_has_a_contract(found: dict[str, Names]) -> None:
@@ -902,10 +885,8 @@ def test_every_private_name_of_torch_has_a_contract(found: dict[str, Names]) -> 
 def test_every_private_member_of_an_object_of_torch_has_a_contract(found: dict[str, Names]) -> None:
     own = set[str]().union(*(names.defined for names in found.values()))
     kept = {name.rpartition(".")[2] for name in CONTRACTS} | set(" ".join(NOT_OF_TORCH.values()).split())
-    wrong = [
-        f"{path} uses {name}" for path, names in sorted(found.items()) for name in sorted(names.members - own - kept)
-    ]
-    assert not wrong, "\n".join(wrong)
+    wrong = {path: names.members - own - kept for path, names in found.items()}
+    assert not {path: names for path, names in wrong.items() if names}
 
 
 def test_every_private_method_of_torch_that_a_class_overrides_has_a_contract() -> None:

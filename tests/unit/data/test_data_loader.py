@@ -1,3 +1,5 @@
+"""Loaders of datasets and streams: the same batches with any workers, exact positions, and named failures."""
+
 from __future__ import annotations
 
 import argparse
@@ -11,6 +13,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +21,13 @@ from unittest.mock import patch
 import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from forked import REAL_END, TIMEOUT_S, Forked, call
 from paceline.core.rng import rng_state
-from paceline.data import DataLoader, GlobalBatchSampler
-from paceline.errors import DataError, UsageError
+from paceline.core.world import World
+from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
+from paceline.errors import CheckpointMismatch, DataError, UsageError
 
 
 class Augmented(Dataset[torch.Tensor]):
@@ -302,9 +306,8 @@ def dropped_in_a_cycle() -> list[int]:
     gc.disable()
     alive = []
     for persistent, reads_all in ((True, True), (True, False), (False, False)):
-        holder: Any = argparse.Namespace(
-            loader=loader_of(num_workers=2, prefetch_factor=1, persistent_workers=persistent)
-        )
+        holder: Any = argparse.Namespace()
+        holder.loader = loader_of(num_workers=2, prefetch_factor=1, persistent_workers=persistent)
         holder.batches = iter(holder.loader)
         holder.itself = holder
         seen = list(holder.batches) if reads_all else next(holder.batches)
@@ -391,3 +394,151 @@ def test_an_iterator_alive_at_exit_prints_nothing_and_does_not_block(tmp_path: P
     # nanobind's messages come from Triton, which ships with torch 2.15 for CUDA and is loaded in the fork server.
     said = re.sub(r"nanobind: leaked .*?refleaks\.html\n?", "", err.read_text(), flags=re.DOTALL)
     assert (out.read_text(), said) == ("", "")
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+class Shuffled(IterableDataset[torch.Tensor]):
+    """A shuffled stream with noise that splits itself among workers."""
+
+    def __init__(self, size: int = 11, bad: int | None = None) -> None:
+        self.size = size
+        self.bad = bad
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = random.sample(range(self.size), self.size)
+        worker = get_worker_info()
+        for place, index in enumerate(order if worker is None else order[worker.id :: worker.num_workers]):
+            if place == self.bad:
+                raise OSError("truncated file")
+            yield torch.tensor([float(index), float(torch.rand(()))])
+
+
+def stream_loader(
+    dataset: Any = None,
+    rank: int = 0,
+    world_size: int = 1,
+    batch_size: int = 3,
+    drop_last: bool = False,
+    **options: Any,
+) -> DataLoader:
+    dataset = Shuffled() if dataset is None else dataset
+    stream = GlobalBatchStream(dataset, batch_size, drop_last=drop_last, rank=rank, world_size=world_size)
+    return DataLoader(stream, **options)
+
+
+def test_two_workers_give_the_same_batches_as_no_workers_in_every_epoch() -> None:
+    plain, worked = stream_loader(), stream_loader(num_workers=2, prefetch_factor=3, persistent_workers=True)
+    epochs = []
+    for _ in range(3):
+        ours = list(worked)
+        assert equal(ours, list(plain))
+        epochs.append(torch.cat(ours)[:, 0].tolist())
+    assert all(sorted(seen) == list(range(11)) for seen in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_ranks_read_the_same_stream_although_their_generators_differ() -> None:
+    per_rank = []
+    for rank in range(4):
+        random.seed(rank), torch.manual_seed(rank)
+        per_rank.append(list(stream_loader(rank=rank, world_size=4)))
+    together = [torch.cat(shares) for shares in zip(*per_rank, strict=True)]
+    assert equal(together, list(stream_loader()))
+    assert per_rank[3][-1].shape == (0, 2)
+
+
+class SharedEpoch(Shuffled):
+    """A stream whose epoch is in shared memory, as in Hugging Face ``datasets``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        difference = epoch - int(self.epoch)
+        time.sleep(0.02)
+        self.epoch += difference
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        random.seed(int(self.epoch))
+        return super().__iter__()
+
+
+def test_workers_setting_a_shared_epoch_concurrently_read_the_same_stream() -> None:
+    """Each worker added the difference, so epochs and shuffles differed: samples came twice or never."""
+    loader = stream_loader(SharedEpoch(), num_workers=2, prefetch_factor=1)
+    for _ in range(4):
+        assert sorted(torch.cat(list(loader))[:, 0].tolist()) == list(range(11))
+
+
+class Unseeded(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(os.getpid()).sample(range(40), 40))
+
+
+def test_differing_worker_streams_are_refused_on_a_single_rank() -> None:
+    """An unseeded shuffle differs by worker, so the 40 samples read had duplicates and gaps."""
+    loader = stream_loader(Unseeded(), num_workers=2)
+    with pytest.raises(UsageError, match="Unseeded gave different samples in two workers before batch 1 of epoch 0"):
+        list(loader)
+    data: Any = Unseeded()
+    data.fingerprint = "the same samples, says the user"
+    assert sum(map(len, stream_loader(data, num_workers=2))) == 40
+
+
+@pytest.mark.parametrize(("workers", "consumed"), [(2, 1), (0, 4)])
+def test_a_resumed_stream_gives_identical_batches(workers: int, consumed: int) -> None:
+    whole = stream_loader()
+    expected = [*whole, *whole]
+    first, seen = stream_loader(num_workers=workers), []
+    for batch in first:
+        seen.append(batch)
+        assert first.at_last == (len(seen) == 4)
+        if len(seen) == consumed:
+            break
+    resumed = stream_loader(num_workers=workers)
+    resumed.load_state_dict(first.state_dict())
+    seen += list(resumed)
+    if consumed < 4:
+        seen += list(resumed)
+    assert equal(seen, expected)
+    assert resumed.progress.epoch == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corrupt_sample_of_a_stream_is_named(workers: int) -> None:
+    loader = stream_loader(Shuffled(bad=7), rank=1, world_size=2, num_workers=workers)
+    where = "rank 1, worker 0" if workers else "rank 1"
+    with pytest.raises(DataError, match=rf"{where}: sample 7 of the stream \(batch 2 of epoch 0 was due\)"):
+        list(loader)
+
+
+def test_a_stream_that_ended_before_the_position_is_refused() -> None:
+    loader = stream_loader()
+    loader.progress.set_position(9)
+    with pytest.raises(CheckpointMismatch, match="Shuffled ended before batch 9 of epoch 0"):
+        list(loader)
+
+
+def test_single_pass_iterables_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="generator is an iterator, which can be read only once"):
+        GlobalBatchStream((i for i in range(3)), 2, rank=0, world_size=1)
+    with pytest.raises(UsageError, match="int cannot be iterated"):
+        GlobalBatchStream(3, 2, rank=0, world_size=1)  # type: ignore[arg-type]
+
+
+def test_a_single_rank_may_read_a_plain_iterable_data_set() -> None:
+    assert equal(list(DataLoader(Shuffled(), batch_size=3)), list(stream_loader()))
+    with pytest.raises(UsageError, match="no order to shuffle"):
+        DataLoader(Shuffled(), batch_size=3, shuffle=True)
+    with pytest.raises(UsageError, match=r"give GlobalBatchStream\(dataset, batch_size\)"):
+        DataLoader(Shuffled())
+
+
+@pytest.mark.ranks(2)
+def test_several_ranks_may_not_read_a_plain_iterable_data_set(world: World) -> None:
+    message = f"rank {world.rank}: Shuffled is an IterableDataset that is not split among 2 ranks"
+    with pytest.raises(UsageError, match=message):
+        DataLoader(Shuffled(), batch_size=3)

@@ -13,6 +13,7 @@ import re
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -34,22 +35,58 @@ from paceline.errors import CommunicationError
 from paceline.launch.job import LOOPBACK, loopback_store
 from processes import Running, script
 from ranks import fork_server
-from strangers import NOBODY, Stranger, needs_root
 
 TIMEOUT = timedelta(seconds=60)
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
-def listen(tell: Callable[[Any], None]) -> None:
+class OtherUser:
+    """Runs ``function(send, *arguments)`` as user `NOBODY` until the block ends; ``send`` sends a value back."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._pipe, child_pipe = fork_server.Pipe()
+        self.process = fork_server.Process(target=run_as_nobody, args=(child_pipe, function, arguments))
+        self.process.start()
+        child_pipe.close()
+
+    def receive(self) -> Any:
+        """Return the next value sent; fail if the process ended or stays silent for 30 seconds."""
+        assert self._pipe.poll(30), "the other user's process sent no value"
+        ok, value = self._pipe.recv()
+        assert ok, value
+        return value
+
+    def __enter__(self) -> OtherUser:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+def run_as_nobody(pipe: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    try:
+        function(lambda value: pipe.send((True, value)), *arguments)
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def listen(send: Callable[[Any], None]) -> None:
     """Listen on an abstract socket; report its name, then the data that each client sends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")
         listener.listen()
-        tell(listener.getsockname().decode())
+        send(listener.getsockname().decode())
         while True:
             link, _ = listener.accept()
             link.settimeout(30)
             text, descriptors, _, _ = socket.recv_fds(link, 1000, 8)
-            tell((text, len(descriptors)))
+            send((text, len(descriptors)))
 
 
 # -- the handshake -----------------------------------------------------------------------------------------------------
@@ -58,13 +95,11 @@ def listen(tell: Callable[[Any], None]) -> None:
 @needs_root
 def test_another_user_listening_in_place_of_a_rank_gets_no_data() -> None:
     store = HashStore()
-    with Stranger(listen) as stranger:
-        store.set("socket/0", json.dumps([stranger.hear(), "00" * 32]))
-        with pytest.raises(
-            CommunicationError, match=rf"rank 1: rank 0 has ended, and user {NOBODY} listens in its place"
-        ):
+    with OtherUser(listen) as user:
+        store.set("socket/0", json.dumps([user.receive(), "00" * 32]))
+        with pytest.raises(CommunicationError, match=f"rank 0 has ended, and user {NOBODY} listens in its place"):
             handshake.connect(store, 1, Arena(), TIMEOUT, range(2))
-        assert stranger.hear() == (b"", 0)
+        assert user.receive() == (b"", 0)
 
 
 def test_a_rank_shares_its_memory_only_with_peers_that_know_its_secret() -> None:
@@ -90,18 +125,17 @@ def flood(rank: int, pipe: Connection) -> None:
     """Connect to all our sockets repeatedly and send garbage, descriptors or no data."""
     if rank and os.geteuid() == 0:
         os.setuid(NOBODY)
-    knocks, held = 0, list[socket.socket]()
+    connections, held = 0, list[socket.socket]()
     pipe.send("here")
     while True:
-        names = [
-            line.rpartition("@")[2] for line in Path("/proc/net/unix").read_text().splitlines() if "@pacel" in line
-        ]
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        names = [line.rpartition("@")[2] for line in lines if "@pacel" in line]
         for number, name in enumerate(names * 20):
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with suppress(OSError):
                 link.setblocking(False)
                 link.connect(f"\0{name}")
-                knocks += 1
+                connections += 1
                 if number % 4 == 3 and len(held) < 100:
                     held.append(link)
                 elif number % 4 == 2:
@@ -110,9 +144,9 @@ def flood(rank: int, pipe: Connection) -> None:
                     link.send(os.urandom(48) if number % 4 else b"\xff" * 200_000)
             if link not in held:
                 link.close()
-        if names and knocks > 100:
-            pipe.send(knocks)
-            knocks = 0
+        if names and connections > 100:
+            pipe.send(connections)
+            connections = 0
 
 
 def received(pipes: list[Connection]) -> list[Any]:
@@ -164,34 +198,34 @@ def test_ranks_connect_despite_a_flood_of_connections() -> None:
 # -- the private store -------------------------------------------------------------------------------------------------
 
 
-def offer(tell: Callable[[Any], None], name: str) -> None:
+def offer(send: Callable[[Any], None], name: str) -> None:
     """Hold a memory file that imitates a private store."""
     descriptor = os.memfd_create(name)
     os.fchmod(descriptor, 0o600)
-    tell(f"/proc/{os.getpid()}/fd/{descriptor}")
+    send(f"/proc/{os.getpid()}/fd/{descriptor}")
     time.sleep(60)
 
 
 @needs_root
 def test_another_user_cannot_open_a_private_store() -> None:
-    with Stranger(intrude, path_of(make_file(""))) as stranger:
-        assert stranger.hear() == "PermissionError"
+    with OtherUser(try_to_open, path_of(make_file(""))) as user:
+        assert user.receive() == "PermissionError"
 
 
-def intrude(tell: Callable[[Any], None], path: str) -> None:
+def try_to_open(send: Callable[[Any], None], path: str) -> None:
     try:
-        tell(str(os.open(path, os.O_RDONLY)))
+        send(str(os.open(path, os.O_RDONLY)))
     except OSError as error:
-        tell(type(error).__name__)
+        send(type(error).__name__)
 
 
 @needs_root
 def test_values_forged_in_the_public_store_are_refused_by_name(tmp_path: Path) -> None:
     public = loopback_store()
     file, other = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600), make_file("1")
-    with Stranger(offer, f"paceline-store-{public.port}") as stranger:
+    with OtherUser(offer, f"paceline-store-{public.port}") as user:
         refused = {
-            f"{stranger.hear()} {'0' * 32}": f"it belongs to user {NOBODY}, not to user 0",
+            f"{user.receive()} {'0' * 32}": f"it belongs to user {NOBODY}, not to user 0",
             f"/etc/shadow {'0' * 32}": "which is not a valid path",
             "garbage " * 1000: "which is not a valid path",
             f"{path_of(file)} {'0' * 32}": "it is not a memory file of Paceline",
@@ -208,12 +242,12 @@ def test_values_forged_in_the_public_store_are_refused_by_name(tmp_path: Path) -
     os.close(other)
 
 
-def store_write(tell: Callable[[Any], None], port: int, entries: dict[str, str]) -> None:
+def store_write(send: Callable[[Any], None], port: int, entries: dict[str, str]) -> None:
     """Keep writing `entries` into matching keys of a TCPStore and garbage into all others."""
     store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
     for key, value in entries.items():
         store.set(key, value)
-    tell(True)
+    send(True)
     while True:
         time.sleep(0.001)
         for key in store.list_keys():
@@ -274,8 +308,8 @@ BOGUS = {
     for key, value in (
         ("socket/0", '["\\u0000stolen", "00"]'),
         ("socket/1", '["\\u0000stolen", "00"]'),
-        ("host/0", '{"refused": "by a stranger"}'),
-        ("host/1", '{"refused": "by a stranger"}'),
+        ("host/0", '{"refused": "by another user"}'),
+        ("host/1", '{"refused": "by another user"}'),
         ("private", "/proc/1/fd/1 " + "0" * 32),
         ("0", "garbage"),
         ("met/1", "garbage"),
@@ -287,8 +321,8 @@ BOGUS = {
 def test_overwriting_every_store_key_does_not_affect_our_launchers_jobs(tmp_path: Path) -> None:
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINING), fork="all") as job:
         job.wait_for("port-0", "port-1")
-        with Stranger(store_write, int((tmp_path / "port-0").read_text()), BOGUS) as stranger:
-            assert stranger.hear()
+        with OtherUser(store_write, int((tmp_path / "port-0").read_text()), BOGUS) as user:
+            assert user.receive()
             (tmp_path / "go").touch()
             assert job.wait() == 0, job.stderr
 
@@ -296,7 +330,7 @@ def test_overwriting_every_store_key_does_not_affect_our_launchers_jobs(tmp_path
 # -- Gloo --------------------------------------------------------------------------------------------------------------
 
 
-def knock(tell: Callable[[Any], None], orders: Connection) -> None:
+def connect_as_peer(send: Callable[[Any], None], orders: Connection) -> None:
     """Connect to the given ports and claim to be a peer, with each number that Gloo may have assigned."""
     held = []
     while True:
@@ -306,7 +340,7 @@ def knock(tell: Callable[[Any], None], orders: Connection) -> None:
             link.connect((LOOPBACK.encode(), port))
             link.send(number.to_bytes(8, "little"))
             held.append(link)
-        tell(port)
+        send(port)
 
 
 @needs_root
@@ -321,7 +355,7 @@ def test_an_impostor_in_gloo_is_detected_before_any_data_is_sent() -> None:
         except CommunicationError as error:
             ends[rank] = str(error)
 
-    with Stranger(knock, theirs) as visitor:
+    with OtherUser(connect_as_peer, theirs) as user:
         first = threading.Thread(target=connect, args=(0,))
         first.start()
         deadline, ports = time.monotonic() + 60, []
@@ -329,7 +363,7 @@ def test_an_impostor_in_gloo_is_detected_before_any_data_is_sent() -> None:
             new = gloo.own_sockets() - before
             ports = [one.port for one in gloo.connections() if one.state == "0A" and one.inode in new]
         orders.send(ports[0])
-        assert visitor.hear() == ports[0]  # before rank 1 connects
+        assert user.receive() == ports[0]  # before rank 1 connects
         connect(1)
         first.join()
     assert f"rank 0: Gloo's port {ports[0]} was connected to by user {NOBODY}" in ends[0]
@@ -376,9 +410,7 @@ def test_a_nested_job_does_not_use_the_outer_jobs_store(monkeypatch: pytest.Monk
 
     assert not rendezvous.is_private(world(f"1 {path_of(outer)}"))
     assert rendezvous.is_private(world(f"{public.port} {path_of(inner)}"))
-    with pytest.raises(
-        CommunicationError, match=r"rank 0: the launcher's store at .* cannot be used, because it was not made"
-    ):
+    with pytest.raises(CommunicationError, match="the launcher's store at .* cannot be used, because it was not made"):
         world(f"{public.port} {path_of(outer)}")
     os.close(outer)
     os.close(inner)

@@ -104,10 +104,7 @@ def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: s
 
 
 CALLS = {
-    (
-        wrap,
-        "paceline",
-    ): r"in DistributedDataParallel\(…\), which every rank .*: rank 2 did not arrive .* within 2 s",
+    (wrap, "paceline"): r"in DistributedDataParallel\(…\), which every rank .*: rank 2 did not arrive .* within 2",
     (train, "gloo"): "all-reduce of gradient bucket 0|shared all_reduce",
     (normalize, "paceline"): "SyncBatchNorm|all_gather",
     (save, "paceline"): r"in Checkpointer\.save\(\), which every rank must call",
@@ -164,9 +161,8 @@ def die(world: World) -> str:
     dist.barrier()
     if world.rank == 1:
         os._exit(3)
-    with pytest.raises(
-        CommunicationError, match="the all-reduce of gradient bucket 0 failed, because rank 1 ended"
-    ) as caught:
+    message = "the all-reduce of gradient bucket 0 failed, because rank 1 ended"
+    with pytest.raises(CommunicationError, match=message) as caught:
         model(torch.ones(1, 2)).sum().backward()
     assert caught.value.blamed == (1,)
     return "named"
@@ -262,18 +258,16 @@ def test_a_late_answer_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     time.sleep(0.2)  # rank 1's timeout has passed
     asked.set("answer/1/1", "1 missing 2")
     rank.join(60)
-    assert [line.partition(" within")[0] for line in messages] == [
-        "rank 1: rank 2 did not arrive to create the process group"
-    ]
+    assert messages[0].startswith("rank 1: rank 2 did not arrive to create the process group within")
 
 
 def test_a_store_that_rank_0_does_not_serve_is_reported() -> None:
     with joining([1], 2, "gloo", "rank 0", patience="0.5") as receive:
         (message,) = receive()
-    assert "rank 1: the store at 127.0.0.1:" in message
-    assert re.search(
-        r"which rank 0 serves, was not reached after \d+\.\d s \(.*\); check address, port and firewall", message
+    expected = (
+        r"rank 1: the store at 127\.0\.0\.1:.*, which rank 0 serves, was not reached after \d+\.\d s \(.*\); check "
     )
+    assert re.search(expected, message)
 
 
 def test_a_port_in_use_is_named_immediately(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
-"""Choosing the checkpoint to restore, keeping the best ones, and metadata."""
+"""When to save, what to keep, and which checkpoint to restore."""
 
 from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -13,7 +15,11 @@ import torch
 from test_checkpoint_ranks import raised
 from torch import nn
 
-from paceline.checkpoint import Checkpointer
+from paceline import DistributedDataParallel, accumulate
+from paceline.checkpoint import Checkpointer, due_saves
+from paceline.checkpoint.due_saves import automatic_interval
+from paceline.checkpoint.run_folder import RunFolder
+from paceline.core import consensus
 from paceline.core.world import World
 from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint, UsageError
 from twins import Pools
@@ -158,3 +164,122 @@ def test_every_rank_gets_the_same_answers(pools: Pools, tmp_path: Path) -> None:
         assert "restores step" in message
         assert other == UsageError.__name__
         assert "metadata['a'] is a builtins.set" in unencodable
+
+
+# -- intervals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("save_s", "hosts", "interval_s"),
+    [
+        (None, 1, 60),  # the first save measures the cost
+        (0.01, 1, 674),
+        (1.0, 1, 3600),  # 6,743 s without the upper bound
+        (100.0, 1, 5000),  # saving hourly would cost 2.8 %
+        (1.0, 64, 843),
+        (30.0, 2048, 816),
+        (0.1, 2048, 60),  # 47 s without the lower bound
+    ],
+)
+def test_automatic_intervals_follow_youngs_bounded_formula(save_s: float | None, hosts: int, interval_s: float) -> None:
+    assert automatic_interval(save_s, hosts) == pytest.approx(interval_s, rel=1e-3)
+
+
+STEP_S = 20.0
+
+
+def trained(world: World, folder: Path) -> tuple[list[int], int]:
+    """Train 400 steps on a fake clock; return the saved steps and the number of decisions."""
+    now, decisions, decide, save = 0.0, 0, consensus.decide, RunFolder.save
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal decisions
+        decisions += 1
+        return decide(*arguments)
+
+    def timed(*arguments: Any) -> Path:
+        nonlocal now
+        now += 0.1
+        return save(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(due_saves, "time", SimpleNamespace(monotonic=lambda: now))
+        patch.setattr(RunFolder, "save", timed)
+        checkpointer = Checkpointer(folder, keep=99, every="auto", async_save=True)
+        checkpointer.register("model", nn.Linear(2, 2))
+        patch.setattr(due_saves, "consensus", SimpleNamespace(decide=counted, here=consensus.here))
+        for _ in range(400):
+            now += STEP_S * (1 + 4 * world.rank)  # only rank 0's clock matters
+            checkpointer.step()
+        checkpointer.wait()
+        saved = checkpointer.steps()
+        checkpointer.close()
+    return saved, decisions
+
+
+def test_the_interval_follows_the_save_cost_and_is_equal_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+    interval_s = automatic_interval(0.1, 1)
+    (saved, decisions), other = pools.run(2, trained, tmp_path)
+    assert other == (saved, decisions)
+    first, *_ = saved
+    assert first * STEP_S == pytest.approx(60, abs=2 * STEP_S)
+    gaps = [STEP_S * (later - earlier) for earlier, later in pairwise(saved)]
+    assert len(gaps) == int(8000 / interval_s)
+    assert all(interval_s <= gap < interval_s + 2 * STEP_S for gap in gaps)
+    assert decisions < 120  # most of the 400 steps need no collective
+
+
+@pytest.mark.parametrize("every", ["hourly", 0, True, 1.5])
+def test_an_unknown_interval_is_refused(tmp_path: Path, every: Any) -> None:
+    with pytest.raises(UsageError, match="must be a positive number of steps, a positive timedelta or 'auto'"):
+        Checkpointer(tmp_path, every=every)
+
+
+# -- accumulation windows ----------------------------------------------------------------------------------------------
+
+
+def saved(checkpointer: Checkpointer, step: int) -> bool:
+    try:
+        checkpointer.save(step)
+    except UsageError as error:
+        message = str(error)
+        if "'model' is in the middle of an accumulation window" in message and "save after optimizer.step()" in message:
+            return False
+        raise
+    return True
+
+
+def saves(world: World, folder: str, module: nn.Module, batch: Any) -> list[bool]:
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", model)
+        for number, each in enumerate(accumulate(model, [batch] * 5, every=2)):
+            model(each).sum().backward()
+            if model.do_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(saved(checkpointer, number))
+        # One rank is inside a window, so all refuse. Then both ways to drop the accumulated gradients.
+        for set_to_none in (False, True):
+            if world.rank == 0:
+                with model.no_sync():
+                    model(batch).sum().backward()
+            found.append(saved(checkpointer, 10))
+            optimizer.zero_grad(set_to_none=set_to_none)
+            found.append(saved(checkpointer, 11))
+    return found
+
+
+MODELS = {
+    "dense": (nn.Linear(3, 2), torch.ones(4, 3)),
+    "sparse": (nn.Embedding(5, 2, sparse=True), torch.tensor([1, 3])),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_saving_is_only_allowed_between_windows(pools: Pools, tmp_path: Path, kind: str) -> None:
+    # The resumed run skipped the micro-batches whose gradients were lost.
+    for found in pools.run(2, saves, str(tmp_path), *MODELS[kind]):
+        assert found == [False, True, False, True, True, False, True, False, True]
