@@ -236,18 +236,6 @@ def test_a_forked_worker_that_outlives_the_run_does_not_hold_the_lock(tmp_path: 
         os.kill(worker, signal.SIGKILL)
 
 
-def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
-    checkpointer, _ = open_with(tmp_path)
-    checkpointer.save(1)
-    checkpointer.close()
-    for left in (".writing-step-00000002", ".deleted-step-00000000", ".replaced-step-00000001"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "model.safetensors").write_bytes(b"half")
-    (tmp_path / ".probe").write_bytes(b"")
-    Checkpointer(tmp_path).close()
-    assert names(tmp_path) == ["step-00000001"]
-
-
 def test_a_save_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> None:
     checkpointer, model = open_with(tmp_path, fill=1.0)
     checkpointer.save(1).rename(tmp_path / ".replaced-step-00000001")

@@ -191,20 +191,6 @@ def test_per_rank_state_requires_the_same_world_size(pools: Pools, tmp_path: Pat
         assert "'residual' has a state per rank and was saved by 2 ranks, but this run has 3" in message
 
 
-def other_model_on_rank_1(world: World, folder: str) -> tuple[str, str]:
-    checkpointer = Checkpointer(folder)
-    model = checkpointer.register("model", nn.Linear(4, 3 + world.rank))
-    checkpointer.register("optimizer", torch.optim.AdamW(model.parameters()))
-    return raised(checkpointer.restore)
-
-
-def test_a_wrong_model_on_one_rank_is_named_on_all(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, save, str(tmp_path), False)
-    first, second = pools.run(2, other_model_on_rank_1, str(tmp_path))
-    assert first == ("CheckpointMismatch", f"rank 1: {second[1]}")
-    assert "'weight' of 'model' has shape (3, 4) in the checkpoint of step 7 but (4, 4)" in second[1]
-
-
 class Picky(Holder):
     """Loads the state and then raises, on the rank that `refuses`."""
 

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,43 +106,6 @@ def runner() -> Iterator[Runner]:
     runner.close()
 
 
-def test_operations_run_in_order_waited_for_or_not(runner: Runner) -> None:
-    done: list[int] = []
-
-    def slowly(number: int) -> None:
-        time.sleep(0.002)
-        done.append(number)
-
-    for number in range(60):
-        handle = runner.submit(partial(slowly, number), [], asynchronous=number % 3 != 2)
-        if number % 3 == 2:
-            handle.wait()
-            assert done[-1] == number
-    runner.drain()
-    assert done == list(range(60))
-
-
-def test_an_error_is_raised_by_wait_and_future_and_the_next_operation_runs(runner: Runner) -> None:
-
-    def fail() -> None:
-        raise CommunicationError("on purpose")
-
-    for asynchronous in (True, False):
-        handle = runner.submit(fail, [], asynchronous=asynchronous)
-        for wait in (handle.wait, handle.synchronize):
-            with pytest.raises(CommunicationError, match="on purpose"):
-                wait()
-        # C++ code, such as torch DDP's reducer, must see the error as well; it converts ours to a RuntimeError.
-        with pytest.raises(RuntimeError, match="CommunicationError: on purpose"):
-            handle.get_future().wait()
-        assert handle.is_completed()
-        assert not handle.is_success()
-        assert "on purpose" in str(handle.exception())
-    fine = runner.submit(lambda: None, [torch.ones(1)], asynchronous=True)
-    assert fine.get_future().wait()[0].item() == 1
-    assert fine.is_success()
-
-
 def test_a_wait_that_times_out_does_not_cancel_the_operation(runner: Runner) -> None:
     gate = threading.Event()
     handle = runner.submit(lambda: gate.wait(10) and None, [], asynchronous=True)  # type: ignore[func-returns-value]
@@ -151,24 +113,6 @@ def test_a_wait_that_times_out_does_not_cancel_the_operation(runner: Runner) -> 
         handle.wait(timedelta(seconds=0.05))
     gate.set()
     assert handle.wait(timedelta(seconds=5))
-
-
-def test_a_future_callback_may_start_and_wait_for_operations(runner: Runner) -> None:
-    events: list[str] = []
-
-    def then(future: Any) -> None:
-        runner.submit(lambda: events.append("inside"), [], asynchronous=False).wait()
-        events.append("after")
-        handle.get_future()
-
-    gate = threading.Event()
-    handle = runner.submit(lambda: gate.wait(10) and None, [], asynchronous=True)  # type: ignore[func-returns-value]
-    chained = handle.get_future().then(then)
-    runner.submit(lambda: events.append("next"), [], asynchronous=True)
-    gate.set()
-    chained.wait()
-    runner.drain()
-    assert events == ["inside", "after", "next"]
 
 
 def test_a_finished_operation_releases_its_tensors(runner: Runner) -> None:

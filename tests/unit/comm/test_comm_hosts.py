@@ -1,13 +1,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,14 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import paceline
-from forked import Forked
-from namespaces import CABLE, Host, enter, two_hosts
 from paceline.comm.topology import SPLIT, Refused, memory_identity
 from paceline.core.world import World
 from ranks import Pools
-
-ROOT = Path(__file__).parents[3]
-
 
 # -- one machine, split by force, or without shared memory -------------------------------------------------------------
 
@@ -87,83 +78,3 @@ def test_shared_memory_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(Refused, match="shared memory between ranks needs Linux, this is darwin"):
         memory_identity(0, 2)
-
-
-# -- two hosts as network namespaces -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[Host]]:
-    with two_hosts() as made:
-        yield made
-
-
-SCRIPT = """
-import os, sys, warnings, torch, torch.distributed as dist, paceline
-from torch import nn
-
-warnings.filterwarnings("ignore", "the process group uses Gloo")
-with paceline.init("paceline", timeout=40) as world:
-    assert not dist.group.WORLD.native
-    tensor = torch.arange(100_003.) * (world.rank + 1)
-    dist.all_reduce(tensor)
-    assert torch.equal(tensor, torch.arange(100_003.) * 10)
-    torch.manual_seed(0)
-    model = paceline.DistributedDataParallel(nn.Linear(300, 300))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(torch.full((2, 300), world.rank + 1.0)).mean().backward()
-        optimizer.step()
-    sums = [None] * 4
-    dist.all_gather_object(sums, float(model.module.weight.detach().double().sum()))
-    assert len(set(sums)) == 1
-    world.print("trained on", world.node, world.local_size, flush=True)
-    if world.rank == 3:
-        os._exit(3)
-    try:
-        dist.all_reduce(torch.ones(1000))
-    except RuntimeError:
-        sys.exit(4)
-"""
-
-
-def start(hosts: list[Host], script: Path) -> list[Forked]:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(4):
-        name, _ = hosts[rank // 2]
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": "4",
-            "LOCAL_RANK": str(rank % 2),
-            "LOCAL_WORLD_SIZE": "2",
-            "GROUP_RANK": str(rank // 2),
-            "MASTER_ADDR": hosts[0][1],
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": CABLE,
-            "OMP_NUM_THREADS": "1",
-        }
-        out, err = (script.with_name(f"{stream}-{rank}") for stream in ("out", "err"))
-        processes.append(Forked([str(script)], ROOT, environment, out, err, first=partial(enter, name)))
-    return processes
-
-
-def ended(processes: list[Forked], folder: Path) -> list[tuple[int, str, str]]:
-    try:
-        codes = [process.wait(90) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    streams = [[(folder / f"{stream}-{rank}").read_text() for stream in ("out", "err")] for rank in range(len(codes))]
-    return [(code, out, err) for code, (out, err) in zip(codes, streams, strict=True)]
-
-
-def test_two_network_namespaces_act_as_two_hosts_and_both_see_a_dead_rank(hosts: list[Host], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    results = ended(start(hosts, script), tmp_path)
-    assert [code for code, _, _ in results] == [4, 4, 4, 3], results
-    assert results[0][1] == "trained on 0 2\n"

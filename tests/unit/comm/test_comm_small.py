@@ -28,20 +28,6 @@ def mine(world: World, count: int = 5) -> Tensor:
     return torch.full((count,), world.rank + 1.0)
 
 
-def polled(world: World) -> None:
-    """No thread makes progress on the operation, so is_completed() must."""
-    tensor = mine(world)
-    work = dist.all_reduce(tensor, async_op=True)
-    until(work.is_completed)
-    assert tensor.eq(SUMS[world.size]).all()
-    assert work.is_success()
-    assert work.wait()
-
-
-def test_polling_is_completed_makes_progress(pools: Pools) -> None:
-    pools.run(2, polled)
-
-
 def scatter(part: Tensor) -> None:
     dist.scatter(part, [torch.ones_like(part)] * 2 if dist.get_rank() == 0 else None)
 

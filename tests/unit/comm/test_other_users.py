@@ -410,7 +410,7 @@ def test_a_nested_job_does_not_use_the_outer_jobs_store(monkeypatch: pytest.Monk
 
     assert not rendezvous.is_private(world(f"1 {path_of(outer)}"))
     assert rendezvous.is_private(world(f"{public.port} {path_of(inner)}"))
-    with pytest.raises(CommunicationError, match="the launcher's store at .* cannot be used, because it was not made"):
+    with pytest.raises(CommunicationError, match=r"the launcher's store at .* cannot be used, because it was not"):
         world(f"{public.port} {path_of(outer)}")
     os.close(outer)
     os.close(inner)

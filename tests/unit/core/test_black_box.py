@@ -425,13 +425,6 @@ def test_the_configured_place_comes_first_and_the_user_cache_last(
         assert capfd.readouterr().err == said
 
 
-def test_phase_numbers_are_their_positions() -> None:
-    import paceline.core.black_box as writer
-
-    for number, phase in enumerate(PHASES):
-        assert getattr(writer, phase.upper().replace(" ", "_")) == number
-
-
 def test_the_box_is_opened_by_the_first_span_and_not_at_import(parent: Path) -> None:
     """Importing paceline has no effect; the first span opens the box without a call in the script."""
     code = f"""

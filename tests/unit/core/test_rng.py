@@ -58,16 +58,6 @@ def test_a_rank_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch,
         set_seed(3)
 
 
-def test_draws_inside_the_block_do_not_affect_draws_after_it() -> None:
-    with set_seed(3):
-        draw()
-    first = draw()
-    with set_seed(3):
-        draw()
-        draw()
-    assert draw() == first
-
-
 def nested(world: World) -> list[list[float]]:
     found = []
     with set_seed(3):

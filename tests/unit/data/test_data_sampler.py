@@ -19,16 +19,6 @@ def foreign(sampler: GlobalBatchSampler, **options: Any) -> TorchLoader:  # type
     return TorchLoader(torch.arange(sampler.size), batch_sampler=sampler, **options)  # type: ignore[arg-type]
 
 
-def test_epochs_differ_and_are_reproducible() -> None:
-    def run() -> list[list[list[int]]]:
-        sampler = alone(50, 50)
-        return [list(sampler) for _ in range(3)]
-
-    first = run()
-    assert first == run()
-    assert first[0] != first[1] != first[2]
-
-
 def test_set_epoch_to_the_current_epoch_keeps_the_position_and_another_resets_it() -> None:
     sampler = alone()
     sampler.advance(2)
