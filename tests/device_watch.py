@@ -23,7 +23,7 @@ import ctypes
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,9 +110,7 @@ class DeviceWatch:
         self._modes.enter_context(_Operations(self))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._modes.close()
         _open.remove(self)
 

@@ -31,14 +31,9 @@ def storage_of(model: DistributedDataParallel) -> Any:
     return engine_of(model).buckets
 
 
-def connection_of(model: DistributedDataParallel) -> Any:
-    """Return the connection of `model` to other ranks."""
-    return model._connection
-
-
 def channel_of(model: DistributedDataParallel) -> Any:
     """Return the channel that carries the gradients of `model`."""
-    return connection_of(model).channel
+    return model._connection.channel
 
 
 def backward_of(model: DistributedDataParallel) -> Any:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -39,16 +38,9 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
     return name
 
 
-def paceline(
-    folder: Path,
-    *arguments: str,
-    program: tuple[str, ...] = (),
-    fork: str = "launcher",
-    first: Callable[[], None] | None = None,
-    **environment: str,
-) -> subprocess.CompletedProcess[str]:
-    """Run the command until it exits; check that it left no temporary files."""
-    with Running(folder, *arguments, program=program, fork=fork, first=first, **environment) as job:
+def paceline(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command with the options of :class:`Running` until it exits; check that it left no temporary files."""
+    with Running(folder, *arguments, **options) as job:
         code = job.wait()
         return subprocess.CompletedProcess(arguments, code, job.stdout, job.stderr)
 
@@ -149,9 +141,7 @@ class Running:
     def __enter__(self) -> Running:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for pid in reversed(self.family()) if self.process.poll() is None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_folder import fail_at, names
+from test_checkpoint_folder import fail_at, names, open_with
 from test_checkpoint_ranks import Holder, raised
 from torch import nn
 
@@ -44,15 +44,8 @@ def held_writer() -> Iterator[threading.Event]:
         step_folders.write_file = write_file
 
 
-def open_with(folder: Path, fill: float = 0.0, **options: Any) -> tuple[Checkpointer, nn.Module]:
-    checkpointer = Checkpointer(folder, async_save=True, **options)
-    model = checkpointer.register("model", nn.Linear(1000, 1))
-    nn.init.constant_(model.weight, fill)
-    return checkpointer, model
-
-
 def test_latest_and_pruning_only_count_durable_saves(tmp_path: Path) -> None:
-    checkpointer, _ = open_with(tmp_path, keep=1)
+    checkpointer, _ = open_with(tmp_path, async_save=True, keep=1)
     checkpointer.save(1)
     checkpointer.wait()
     with held_writer():
@@ -78,7 +71,7 @@ def test_waiting_for_a_slow_disk_does_not_count_as_a_hang(
     # The launcher blamed the script for the wait and killed rank 0 at every save.
     (tmp_path / "rank-0").write_bytes(bytes(SIZE))
     monkeypatch.setattr(recorder, "box", BlackBox(tmp_path / "rank-0", 0, 1))
-    checkpointer, _ = open_with(tmp_path)
+    checkpointer, _ = open_with(tmp_path, async_save=True)
     phases: list[str] = []
 
     def look() -> None:
@@ -95,7 +88,7 @@ def test_waiting_for_a_slow_disk_does_not_count_as_a_hang(
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     # Otherwise copies would pile up, or the second save would overwrite the memory that the first is written from.
-    checkpointer, model = open_with(tmp_path, fill=1.0)
+    checkpointer, model = open_with(tmp_path, async_save=True, fill=1.0)
     with held_writer() as go_on:
         checkpointer.save(1)
         nn.init.constant_(model.weight, 2.0)
@@ -160,7 +153,7 @@ def test_save_collects_state_of_other_ranks_before_it_returns(pools: Pools, tmp_
 
 @pytest.mark.parametrize("error", [MemoryError(), SystemExit(3)])
 def test_a_dead_writer_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    checkpointer, _ = open_with(tmp_path)
+    checkpointer, _ = open_with(tmp_path, async_save=True)
     checkpointer.save(1)
 
     def dies(store: step_folders.Storage, draft: Path, step: int) -> Path:

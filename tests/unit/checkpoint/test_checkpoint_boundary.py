@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import random
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from test_checkpoint_roundtrip import Holder
@@ -24,14 +22,12 @@ from paceline.checkpoint.rank_states import (
     OwnStatesFiles,
     StepBarrier,
     buffers_in,
-    generators_in,
     objects_in,
     read_own_states,
     states_path,
 )
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.step_boundary import Boundary, SmallBuffers, from_snapshot, snapshot
-from paceline.core.rng import rng_state, set_rng_state
 from paceline.core.step_progress import StepRecord, record_path
 from paceline.errors import CheckpointError, CommunicationError
 
@@ -47,17 +43,6 @@ def entry(name: str, object: Any, per_rank: bool = False) -> Registered:
 
 
 # -- per-rank state ----------------------------------------------------------------------------------------------------
-
-
-def test_generators_are_restored(tmp_path: Path) -> None:
-    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
-    numpy.random.randn()  # draws a pair and keeps the second number
-    OwnStatesFiles(tmp_path / "states").write(7, [], [])
-    drawn = random.random(), numpy.random.randn(3).tolist(), torch.randn(3).tolist()
-    found = read_own_states(tmp_path / "states", 7)
-    set_rng_state(generators_in(found))
-    assert drawn == (random.random(), numpy.random.randn(3).tolist(), torch.randn(3).tolist())
-    assert generators_in(found).keys() == rng_state().keys()
 
 
 def test_objects_and_buffers_of_any_size_are_restored(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint_roundtrip import Holder, Tied, equal
+from test_checkpoint_roundtrip import Holder, Tied, opened, same
 from torch import nn
 
 from insides import metadata_of
-from paceline.checkpoint import Checkpointer, manifest
+from paceline.checkpoint import manifest
 from paceline.checkpoint.step_names import step_name
 from processes import run_here
 
@@ -62,9 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, nn.
     model, tied = normalized(), Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     objects = {"model": model, "optimizer": optimizer, "tied": tied, "notes": Holder({"tensor": "none"})}
-    with Checkpointer(folder, keep_best="acc") as checkpointer:
-        for name, each in objects.items():
-            checkpointer.register(name, each)
+    with opened(folder, objects, keep_best="acc") as checkpointer:
         checkpointer.register("own", Holder({"seen": torch.arange(3)}), per_rank=True)
         for step, acc in ((1, 1.0), (2, 5.0), (3, 2.0)):
             model(torch.randn(4, 3)).sum().backward()
@@ -151,8 +149,7 @@ def test_a_newer_format_is_refused_with_the_remedy(run_folder: Path, command: Co
 
 
 def test_terminal_control_characters_are_escaped(tmp_path: Path, command: Command) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.register("model", Holder({}))
+    with opened(tmp_path, {"model": Holder({})}) as checkpointer:
         checkpointer.save(1, {"\x1b]0;title\x07": "[bold]\nnext"})
     out = command("list", tmp_path).out
     assert "\x1b" not in out
@@ -184,7 +181,7 @@ def test_export_writes_the_state_dict_without_unpickling(
     as_torch = file == "w.pt"
     state = torch.load(tmp_path / file, weights_only=True) if as_torch else load_file(tmp_path / file)
     expected = modules[name].state_dict()
-    assert equal(dict(sorted(state.items())), dict(sorted(expected.items())))  # including the names of tied weights
+    assert same(dict(sorted(state.items())), dict(sorted(expected.items())))  # including the names of tied weights
     if as_torch:
         assert list(state) == list(expected)
         assert metadata_of(state) == metadata_of(expected)

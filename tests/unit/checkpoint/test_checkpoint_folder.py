@@ -22,17 +22,15 @@ from forked import Forked, call
 from paceline.checkpoint import Checkpointer, load_weights
 from paceline.checkpoint.step_names import step_name
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
-from processes import run_here
-
-PATIENCE_S = 60.0
+from processes import run_here, until
 
 
 def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def open_with(folder: Path, fill: float = 0.0, keep: int = 3, size: int = 1000) -> tuple[Checkpointer, nn.Module]:
-    checkpointer = Checkpointer(folder, keep)
+def open_with(folder: Path, fill: float = 0.0, size: int = 1000, **options: Any) -> tuple[Checkpointer, nn.Module]:
+    checkpointer = Checkpointer(folder, **options)
     model = checkpointer.register("model", nn.Linear(size, 1))
     nn.init.constant_(model.weight, fill)
     return checkpointer, model
@@ -192,7 +190,7 @@ def test_only_the_owner_can_read_checkpoints_whatever_the_umask(tmp_path: Path, 
 
 def opened(folder: Path) -> str:
     try:
-        Checkpointer(folder)
+        Checkpointer(folder).close()
     except UsageError as error:
         return str(error)
     return ""
@@ -224,14 +222,7 @@ def test_a_forked_worker_that_outlives_the_run_does_not_hold_the_lock(tmp_path: 
     worker = call(leave_a_worker, tmp_path)
     try:
         os.kill(worker, 0)
-        deadline = time.monotonic() + PATIENCE_S  # the worker may not have closed its descriptor yet
-        while True:
-            try:
-                Checkpointer(tmp_path).close()
-                break
-            except UsageError:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        until(lambda: not opened(tmp_path))  # the worker may not have closed its descriptor yet
     finally:
         os.kill(worker, signal.SIGKILL)
 
@@ -260,12 +251,9 @@ while True:
 """
     out = tmp_path / "out"
     process = Forked(["-c", script], tmp_path, os.environ, out, tmp_path / "err")
-    deadline = time.monotonic() + PATIENCE_S
-    while not (out.exists() and out.read_text()):
-        assert time.monotonic() < deadline, "no checkpoint was saved"
-        time.sleep(0.005)
+    until(lambda: out.exists() and bool(out.read_text()))
     process.kill()
-    process.wait(PATIENCE_S)
+    process.wait(60)
     done = len(out.read_text().split())
     checkpointer, model = open_with(tmp_path / "points", size=500_000)
     step = checkpointer.restore()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_roundtrip import Holder, equal
+from test_checkpoint_roundtrip import Holder, opened, same
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
@@ -47,21 +47,15 @@ def step(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def save(folder: Path, make: Make) -> None:
-    model = net()
-    optimizer = make(model)
-    with Checkpointer(folder) as checkpointer:
-        checkpointer.register("model", model)
-        checkpointer.register("optimizer", optimizer)
+    optimizer = make(model := net())
+    with opened(folder, {"model": model, "optimizer": optimizer}) as checkpointer:
         step(model, optimizer)
         checkpointer.save(4)
 
 
 def restored(folder: Path, make: Make, allow: bool = False) -> tuple[nn.Module, Optimizer]:
-    model = net()
-    optimizer = make(model)
-    with Checkpointer(folder) as checkpointer:
-        checkpointer.register("model", model)
-        checkpointer.register("optimizer", optimizer)
+    optimizer = make(model := net())
+    with opened(folder, {"model": model, "optimizer": optimizer}) as checkpointer:
         checkpointer.restore(allow_changed_settings=allow)
     return model, optimizer
 
@@ -105,11 +99,9 @@ def test_only_optimizers_have_their_settings_compared(tmp_path: Path) -> None:
     # With changed settings allowed, any other object that loaded an optimizer's state raised an AttributeError.
     save(tmp_path, sgd())
     for model, error in ((sgd()(net()), "'model' is an optimizer in this run, but not in the"), (net(), "")):
-        with Checkpointer(tmp_path) as checkpointer:
-            checkpointer.register("model", model)
-            checkpointer.register("optimizer", Holder({}))
-            with pytest.raises(CheckpointMismatch, match=error) if error else nullcontext():
-                assert checkpointer.restore(allow_changed_settings=True) == 4
+        checkpointer = opened(tmp_path, {"model": model, "optimizer": Holder({})})
+        with checkpointer, pytest.raises(CheckpointMismatch, match=error) if error else nullcontext():
+            assert checkpointer.restore(allow_changed_settings=True) == 4
 
 
 def other_decay_in_group_1(model: nn.Module) -> Optimizer:
@@ -141,7 +133,7 @@ def test_a_changed_setting_is_refused_or_kept_with_a_warning(
         restored(tmp_path, now)
     with pytest.warns(CheckpointWarning, match=f"this run's settings are kept: .*{message}"):
         model, optimizer = restored(tmp_path, now, allow=True)
-    assert equal(optimizer.state_dict()["param_groups"], fresh)
+    assert same(optimizer.state_dict()["param_groups"], fresh)
     assert len(optimizer.state) == 4
     step(model, optimizer)
 
@@ -164,10 +156,9 @@ def test_values_changed_by_a_schedule_do_not_count_as_changed_settings(tmp_path:
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
         scheduler = schedule(optimizer)
         seen = []
-        with Checkpointer(folder) as checkpointer, warnings.catch_warnings():
+        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        with opened(folder, objects) as checkpointer, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            for name, each in {"model": model, "optimizer": optimizer, "scheduler": scheduler}.items():
-                checkpointer.register(name, each)
             if resume:
                 checkpointer.restore()
             for _ in range(steps):
@@ -181,7 +172,7 @@ def test_values_changed_by_a_schedule_do_not_count_as_changed_settings(tmp_path:
 
     run(4, resume=False)
     ahead = run(3, resume=True)
-    assert equal(run(7, resume=False, folder=tmp_path / "whole")[4:], ahead)
+    assert same(run(7, resume=False, folder=tmp_path / "whole")[4:], ahead)
 
 
 @pytest.mark.parametrize("name", ["step", "in turn"])
@@ -193,10 +184,9 @@ def test_an_adopted_learning_rate_still_follows_its_schedule(tmp_path: Path, nam
             model = net()
             optimizer = SGD(model.parameters(), lr=lr)
             scheduler = SCHEDULES[name](optimizer)
-            with Checkpointer(tmp_path / str(lrs)) as checkpointer, warnings.catch_warnings():
+            objects = {"optimizer": optimizer, "scheduler": scheduler}
+            with opened(tmp_path / str(lrs), objects) as checkpointer, warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
-                checkpointer.register("optimizer", optimizer)
-                checkpointer.register("scheduler", scheduler)
                 if checkpointer.steps():
                     checkpointer.restore(allow_changed_settings=True)
                 for _ in range(4 if len(lrs) == 2 else 8):
@@ -217,13 +207,12 @@ def test_state_is_restored_in_its_own_dtype(tmp_path: Path) -> None:
         optimizer.state[parameter] = {"master": torch.full((3,), value), "nested": {"history": history}}
         return optimizer
 
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.register("optimizer", make(1 / 3))
+    with opened(tmp_path, {"optimizer": make(1 / 3)}) as checkpointer:
         checkpointer.save(1)
-    with Checkpointer(tmp_path) as checkpointer:
-        optimizer = checkpointer.register("optimizer", make(0.0))
+    optimizer = make(0.0)
+    with opened(tmp_path, {"optimizer": optimizer}) as checkpointer:
         checkpointer.restore()
-    assert equal(optimizer.state_dict()["state"], make(1 / 3).state_dict()["state"])
+    assert same(optimizer.state_dict()["state"], make(1 / 3).state_dict()["state"])
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
@@ -236,9 +225,7 @@ def test_a_group_added_later_is_compared_by_initial_settings(tmp_path: Path, kin
         group = {"params": list(model[0].parameters()), "lr": lr}
         if lr is not None and not is_late:
             optimizer.add_param_group(group)
-        checkpointer = Checkpointer(tmp_path)
-        checkpointer.register("model", model)
-        checkpointer.register("optimizer", optimizer)
+        checkpointer = opened(tmp_path, {"model": model, "optimizer": optimizer})
         if lr is not None and is_late:
             optimizer.add_param_group(group)
         return model, optimizer, checkpointer
@@ -308,10 +295,7 @@ def test_settings_changed_before_registration_are_named_and_restored(
             optimizer.zero_grad()
 
     def registered(parts: tuple[Any, ...]) -> Checkpointer:
-        checkpointer = Checkpointer(tmp_path)
-        for name, each in zip(("model", "optimizer", "scheduler"), parts, strict=True):
-            checkpointer.register(name, each)
-        return checkpointer
+        return opened(tmp_path, dict(zip(("model", "optimizer", "scheduler"), parts, strict=True)))
 
     def started() -> tuple[Any, ...]:
         optimizer = make(model := net())
@@ -329,5 +313,5 @@ def test_settings_changed_before_registration_are_named_and_restored(
         checkpointer.restore(allow_changed_settings=allow)
     for each in (parts, resumed):
         train(*each, 2)
-    assert equal(parts[0].state_dict(), resumed[0].state_dict())
-    assert equal(parts[1].state_dict(), resumed[1].state_dict())
+    assert same(parts[0].state_dict(), resumed[0].state_dict())
+    assert same(parts[1].state_dict(), resumed[1].state_dict())

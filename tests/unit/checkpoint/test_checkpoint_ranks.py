@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint_damage import forge_state
+from test_checkpoint_roundtrip import Holder as AnyHolder
+from test_checkpoint_roundtrip import opened
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -26,17 +28,13 @@ from trainings import digest
 from twins import Pools
 
 
-class Holder:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
+class Holder(AnyHolder):
+    """Refuses a state on the rank that this names as ``refuse``."""
 
     def load_state_dict(self, state: Any) -> None:
         if state.get("refuse", -1) == self.state.get("rank"):
             raise CheckpointMismatch(f"refused on rank {self.state['rank']}")
-        self.state = state
+        super().load_state_dict(state)
 
 
 def make(world: World, folder: str, seed: int, per_rank: bool = True) -> tuple[Checkpointer, Any, Any, Any]:
@@ -46,9 +44,7 @@ def make(world: World, folder: str, seed: int, per_rank: bool = True) -> tuple[C
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     own = Holder({"residual": torch.full((world.rank,), float(world.rank)), "rank": world.rank})
-    checkpointer = Checkpointer(folder)
-    checkpointer.register("model", model)
-    checkpointer.register("optimizer", optimizer)
+    checkpointer = opened(Path(folder), {"model": model, "optimizer": optimizer})
     if per_rank:
         checkpointer.register("residual", own, per_rank=True)
     return checkpointer, model, optimizer, own
@@ -179,14 +175,13 @@ def no_state() -> Any:
     raise RuntimeError("no state now")
 
 
-def restore_on_more_ranks(world: World, folder: str) -> tuple[str, str]:
-    checkpointer, *_ = make(world, folder, seed=1)
-    return raised(checkpointer.restore)
+def refusal_to_restore(world: World, folder: str) -> tuple[str, str]:
+    return raised(make(world, folder, seed=1)[0].restore)
 
 
 def test_per_rank_state_requires_the_same_world_size(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, save, str(tmp_path))
-    for kind, message in pools.run(3, restore_on_more_ranks, str(tmp_path)):
+    for kind, message in pools.run(3, refusal_to_restore, str(tmp_path)):
         assert kind == "CheckpointMismatch"
         assert "'residual' has a state per rank and was saved by 2 ranks, but this run has 3" in message
 
@@ -312,9 +307,7 @@ def fine_tuned(world: World, folder: str, change: str, more: int) -> bool:
         model = DistributedDataParallel(net, bucket_cap_mb=1e-4, unused_parameters="allow")
         torch.manual_seed(seed)  # new layers may differ between ranks until restored
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-        checkpointer = Checkpointer(folder)
-        checkpointer.register("model", model)
-        checkpointer.register("optimizer", optimizer)
+        checkpointer = opened(Path(folder), {"model": model, "optimizer": optimizer})
 
         def apply() -> None:
             FINE_TUNING[change](net)
@@ -362,9 +355,8 @@ def trained(world: World, folder: str, default: str) -> str:
             model = DistributedDataParallel(net, check_replicas_every=1)
             optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
             loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=1)
-            with Checkpointer(folder) as checkpointer:
-                for name, entry in (("model", model), ("optimizer", optimizer), ("loader", loader)):
-                    checkpointer.register(name, entry)
+            objects = {"model": model, "optimizer": optimizer, "loader": loader}
+            with opened(Path(folder), objects) as checkpointer:
                 step = checkpointer.restore() if checkpointer.steps() else 0
                 for (x,) in itertools.islice(loader, last - step):
                     model(x).sum().backward()

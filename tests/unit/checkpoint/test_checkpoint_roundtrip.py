@@ -50,84 +50,26 @@ class Holder:
         self.state = state
 
 
-class Run:
-    """A training run: model, optimizer, scheduler and data."""
-
-    names = ("model", "optimizer", "schedule", "steps", "scaler", "average")
-
-    def __init__(self, folder: Path, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model = Tied()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
-        self.steps = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5])
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        self.average = Holder({"average": torch.zeros(3, dtype=torch.bfloat16), "best": float("inf")})
-        self.checkpointer = Checkpointer(folder)
-        for name in self.names:
-            self.checkpointer.register(name, getattr(self, name))
-
-    def step(self) -> float:
-        words = torch.randint(0, 10, (8,))
-        loss = nn.functional.cross_entropy(self.model(words), words)
-        self.optimizer.zero_grad()
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.schedule.step()
-        self.steps.step()
-        return loss.item()
-
-    def states(self) -> dict[str, Any]:
-        return {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self.names}
+def opened(folder: Path, objects: dict[str, Any], **options: Any) -> Checkpointer:
+    """Return a Checkpointer with registered `objects`."""
+    checkpointer = Checkpointer(folder, **options)
+    for name, entry in objects.items():
+        checkpointer.register(name, entry)
+    return checkpointer
 
 
-def equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(equal(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(equal, left, right))
-    return bool(left == right) and type(left) is type(right)
-
-
-def test_a_resumed_run_continues_bit_equal(tmp_path: Path) -> None:
-    run = Run(tmp_path, seed=1)
-    assert (run.checkpointer.latest(), run.checkpointer.steps()) == (None, [])
-    for _ in range(3):
-        run.step()
-    path = run.checkpointer.save(3)
-    saved = run.states()
-    ahead = [run.step() for _ in range(4)]
-    run.checkpointer.close()
-
-    other = Run(tmp_path, seed=2)
-    assert other.checkpointer.latest() == path == tmp_path / "step-00000003"
-    assert other.checkpointer.restore() == 3
-    for name, state in saved.items():
-        assert equal(other.states()[name], state), name
-    assert other.model.head.weight is other.model.embed.weight
-    assert [other.step() for _ in range(4)] == ahead
-    assert equal(other.states(), run.states())
+def save(folder: Path, step: int = 1, keep: int = 3, **objects: Any) -> Path:
+    """Save `objects` and return the folder of the step."""
+    with opened(folder, objects, keep=keep) as checkpointer:
+        return checkpointer.save(step)
 
 
 def test_a_wrapped_or_compiled_module_is_saved_without_prefix(tmp_path: Path) -> None:
     model = nn.DataParallel(nn.Linear(2, 2))
     compiled = torch.compile(nn.Linear(2, 2), backend="eager")
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.register("model", model)
-        checkpointer.register("compiled", compiled)
-        path = checkpointer.save(1)
+    path = save(tmp_path, model=model, compiled=compiled)
     assert set(load_file(path / "model.safetensors")) == {"weight", "bias"}
     assert set(load_file(path / "compiled.safetensors")) == {"weight", "bias"}
-
-
-def save_one(folder: Path, **objects: Any) -> None:
-    with Checkpointer(folder) as checkpointer:
-        for name, object in objects.items():
-            checkpointer.register(name, object)
-        checkpointer.save(4)
 
 
 WRONG_MODELS = [
@@ -140,23 +82,24 @@ WRONG_MODELS = [
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG_MODELS)
 def test_a_different_model_is_refused_by_parameter_name(tmp_path: Path, wrong: nn.Module, message: str) -> None:
-    save_one(tmp_path, other=Holder({"a": 1}), model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
+    save(tmp_path, 4, other=Holder({"a": 1}), model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
     before = copy.deepcopy(wrong.state_dict())
-    with Checkpointer(tmp_path) as checkpointer:
-        other = checkpointer.register("other", Holder({"a": 2}))
-        checkpointer.register("model", wrong)
-        with pytest.raises(CheckpointMismatch, match=message):
-            checkpointer.restore()
+    other = Holder({"a": 2})
+    checkpointer = opened(tmp_path, {"other": other, "model": wrong})
+    with checkpointer, pytest.raises(CheckpointMismatch, match=message):
+        checkpointer.restore()
     assert other.state == {"a": 2}
-    assert equal(wrong.state_dict(), before)
+    assert same(wrong.state_dict(), before)
 
 
 def test_an_unregistered_saved_object_is_named(tmp_path: Path) -> None:
-    save_one(tmp_path, model=nn.Linear(2, 2), schedule=Holder({}))
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.register("model", nn.Linear(2, 2))
-        with pytest.raises(CheckpointMismatch, match=r"'schedule' is in the checkpoint of step \d+ but not registered"):
-            checkpointer.restore()
+    save(tmp_path, 4, model=nn.Linear(2, 2), schedule=Holder({}))
+    message = r"'schedule' is in the checkpoint of step \d+ but not registered"
+    with (
+        opened(tmp_path, {"model": nn.Linear(2, 2)}) as checkpointer,
+        pytest.raises(CheckpointMismatch, match=message),
+    ):
+        checkpointer.restore()
 
 
 def test_unsupported_state_is_refused_at_registration(tmp_path: Path) -> None:

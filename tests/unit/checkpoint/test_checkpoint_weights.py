@@ -11,20 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
-from test_checkpoint_roundtrip import Holder, Tied, equal
+from test_checkpoint_roundtrip import Holder, Tied, opened, same, save
 from torch import nn
 
 import paceline
-from paceline.checkpoint import Checkpointer, load_weights, manifest
+from paceline.checkpoint import load_weights, manifest
 from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
 from paceline.tools.checkpoint_files import export
-
-
-def save(folder: Path, step: int = 1, keep: int = 3, **objects: Any) -> Path:
-    with Checkpointer(folder, keep) as checkpointer:
-        for name, each in objects.items():
-            checkpointer.register(name, each)
-        return checkpointer.save(step)
 
 
 def test_tied_weights_are_named_in_the_file_metadata(tmp_path: Path) -> None:
@@ -40,7 +33,7 @@ def test_tied_weights_are_named_in_the_file_metadata(tmp_path: Path) -> None:
     assert manifest["aliases"] == {"model.safetensors": {"head.weight": "embed.weight"}}
     [tensors] = (file["tensors"] for file in manifest["files"] if file["role"] == "model")
     assert tensors["embed.weight"] == {"shape": [10, 6], "dtype": "float32"}
-    assert equal(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("what", ["run", "step", "file", "file alone"])
@@ -51,9 +44,9 @@ def test_load_weights_only_needs_a_path(tmp_path: Path, what: str) -> None:
     places = {"run": tmp_path / "run", "step": path, "file": path / "model.safetensors"}
     place = places.get(what, tmp_path / "model.safetensors")
     fresh.load_state_dict(paceline.load_weights(str(place)))  # strict
-    assert equal(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
     weights = paceline.load_weights(place, other)
-    assert equal(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert other.head.weight is other.embed.weight
     assert list(weights) == list(model.state_dict()) or what.startswith("file")
 
@@ -117,9 +110,7 @@ def test_compiling_a_submodule_keeps_names_version_and_extra_state(tmp_path: Pat
     path = save(tmp_path, **saved)
     names = {"0.weight", "0.bias", "0._extra_state", "1.weight", "1.bias"}
     assert set(load_file(path / "model.safetensors")) == names
-    with Checkpointer(tmp_path) as checkpointer:
-        for name, each in fresh.items():
-            checkpointer.register(name, each)
+    with opened(tmp_path, fresh) as checkpointer:
         checkpointer.restore()
     again, again_body = parts(not before)
     load_weights(path, again)
@@ -152,7 +143,7 @@ def test_reading_a_checkpoint_deleted_meanwhile_falls_back_to_a_newer_one(
 
     monkeypatch.setattr(manifest, function, read_and_prune)
     weights = load(run) if load is load_weights else (load(run, "model", out), torch.load(out))[1]
-    assert equal(dict(weights), dict(second.state_dict()))
+    assert same(dict(weights), dict(second.state_dict()))
     assert calls[0] == 1
     assert calls[-1] == newer
 

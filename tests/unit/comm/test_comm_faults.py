@@ -173,10 +173,9 @@ def test_a_rank_missing_from_the_handshake_is_named_and_descriptors_are_closed()
     gc.collect()  # garbage of earlier tests may hold descriptors
     before = len(os.listdir("/proc/self/fd"))
     arena = Arena()
-    with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not arrive .* within 0\.2 s"):
-        handshake.connect(HashStore(), 0, arena, timedelta(seconds=0.2), range(2))
-    with pytest.raises(CommunicationError, match=r"rank 1: rank 0 did not arrive .* within 0\.2 s"):
-        handshake.connect(HashStore(), 1, arena, timedelta(seconds=0.2), range(2))
+    for rank in range(2):
+        with pytest.raises(CommunicationError, match=rf"rank {rank}: rank {1 - rank} did not arrive .* within 0\.2 s"):
+            handshake.connect(HashStore(), rank, arena, timedelta(seconds=0.2), range(2))
     del arena
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -186,64 +185,61 @@ def test_a_rank_missing_from_the_handshake_is_named_and_descriptors_are_closed()
 
 
 CHUNK = STAGE_BYTES // 4  # float32
-DIFFERENT: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
-    (
-        lambda: dist.all_reduce(torch.ones(8)),
-        lambda: dist.broadcast(torch.ones(8), 0),
-        r"all_reduce of 8 × float32 by SUM.*broadcast of 8 × float32 from rank 0",
-    ),
-    (
-        lambda: dist.all_reduce(torch.ones(8)),
-        lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32)),
-        "8 × float32.*8 × int32",
-    ),
-    (
-        lambda: dist.all_reduce(torch.ones(8)),
-        lambda: dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX),
-        "by SUM.*by MAX",
-    ),
-    (lambda: dist.broadcast(torch.ones(8), 0), lambda: dist.broadcast(torch.ones(8), 1), "from rank 0.*from rank 1"),
-    (
-        lambda: dist.all_reduce(torch.ones(100)),
-        lambda: dist.all_reduce(torch.ones(5 * CHUNK)),
-        f"{100} × float32.*{5 * CHUNK} × float32",
-    ),
-    (dist.barrier, lambda: dist.broadcast(torch.ones(3 * CHUNK), 0), "barrier; rank .*broadcast of"),
-    (
-        lambda: dist.all_gather([torch.ones(3 * CHUNK)] * dist.get_world_size(), torch.ones(3 * CHUNK)),
-        lambda: dist.reduce_scatter(torch.ones(CHUNK), [torch.ones(CHUNK)] * dist.get_world_size()),
-        "all_gather of.*reduce_scatter of",
-    ),
-    (
-        lambda: dist.all_reduce(torch.ones(3 * CHUNK), async_op=True).wait(),
-        lambda: dist.all_reduce(torch.ones(2), async_op=True).wait(),
-        f"{3 * CHUNK} × float32.* 2 × float32",
-    ),
+Call = Callable[[], Any]
+
+
+def reduces(count: int, op: Any = dist.ReduceOp.SUM, dtype: torch.dtype = torch.float32) -> Call:
+    return lambda: dist.all_reduce(torch.ones(count, dtype=dtype), op)
+
+
+def reduces_later(count: int) -> Call:
+    return lambda: dist.all_reduce(torch.ones(count), async_op=True).wait()
+
+
+def broadcasts(count: int, root: int = 0) -> Call:
+    return lambda: dist.broadcast(torch.ones(count), root)
+
+
+def gathers() -> None:
+    dist.all_gather([torch.ones(3 * CHUNK)] * dist.get_world_size(), torch.ones(3 * CHUNK))
+
+
+def scatters() -> None:
+    dist.reduce_scatter(torch.ones(CHUNK), [torch.ones(CHUNK)] * dist.get_world_size())
+
+
+DIFFERENT: list[tuple[Call, Call, str]] = [
+    (reduces(8), broadcasts(8), r"all_reduce of 8 × float32 by SUM.*broadcast of 8 × float32 from rank 0"),
+    (reduces(8), reduces(8, dtype=torch.int32), "8 × float32.*8 × int32"),
+    (reduces(8), reduces(8, dist.ReduceOp.MAX), "by SUM.*by MAX"),
+    (broadcasts(8), broadcasts(8, 1), "from rank 0.*from rank 1"),
+    (reduces(100), reduces(5 * CHUNK), f"100 × float32.*{5 * CHUNK} × float32"),
+    (dist.barrier, broadcasts(3 * CHUNK), "barrier; rank .*broadcast of"),
+    (gathers, scatters, "all_gather of.*reduce_scatter of"),
+    (reduces_later(3 * CHUNK), reduces_later(2), f"{3 * CHUNK} × float32.* 2 × float32"),
 ]
 
 
 def works(world: World) -> None:
     """Check that the group still works, with small and large messages in both directions."""
     for count in (1, 3 * CHUNK + 5):
-        tensor = torch.full((count,), float(world.rank + 1))
-        dist.all_reduce(tensor)
-        assert tensor.eq(sum(range(1, world.size + 1))).all()
+        sums(world, count)
     dist.barrier()
 
 
 def differ(world: World) -> list[str]:
-    told = []
-    for one, other, _ in DIFFERENT:
+    messages = []
+    for call, other, _ in DIFFERENT:
         with pytest.raises(DesyncError) as caught:
-            (other if world.rank == 2 else one)()
-        told.append(str(caught.value))
+            (other if world.rank == 2 else call)()
+        messages.append(str(caught.value))
         works(world)
-    return told
+    return messages
 
 
 def test_a_mismatch_is_named_on_every_rank_and_the_group_still_works(pools: Pools) -> None:
-    for rank, told in enumerate(pools.run(3, differ)):
-        for message, (*_, named) in zip(told, DIFFERENT, strict=True):
+    for rank, messages in enumerate(pools.run(3, differ)):
+        for message, (*_, named) in zip(messages, DIFFERENT, strict=True):
             assert message.startswith(f"rank {rank}: ranks are out of step in operation "), message
             assert re.search(named, message), message
             assert "rank 2: " in message.replace(f"rank {rank}: ranks", "")

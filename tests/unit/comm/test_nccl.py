@@ -348,10 +348,15 @@ class Clock:
             self.queued.pop(0).at = at
 
 
-def test_exposed_time_is_read_from_events_the_device_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(torch, "Event", clock.event)
     monkeypatch.setattr(channel, "is_capturing", lambda _: False)
+    return clock
+
+
+def test_exposed_time_is_read_from_events_the_device_has_passed(clock: Clock) -> None:
     time = ExposedTime(GPU)
     for _ in range(2):
         with time:
@@ -363,10 +368,7 @@ def test_exposed_time_is_read_from_events_the_device_has_passed(monkeypatch: pyt
     assert time.seconds == 0.75
 
 
-def test_a_host_far_ahead_of_its_device_does_not_pile_up_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(torch, "Event", clock.event)
-    monkeypatch.setattr(channel, "is_capturing", lambda _: False)
+def test_a_host_far_ahead_of_its_device_does_not_pile_up_events(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     time = ExposedTime(GPU)
     for _ in range(MOST_PENDING + 10):
         with time:

@@ -22,11 +22,8 @@ CPU = torch.device("cpu")
 
 def answers(mesh: Any = None) -> tuple[Any, ...]:
     """Return ws, rank, grank, lrank, device and the global ranks of pg."""
-    pg = get("pg", mesh)
-    return (
-        *(get(what, mesh) for what in ("ws", "rank", "grank", "lrank", "device")),
-        dist.get_process_group_ranks(pg),
-    )
+    ranks = dist.get_process_group_ranks(get("pg", mesh))
+    return (*(get(what, mesh) for what in ("ws", "rank", "grank", "lrank", "device")), ranks)
 
 
 def refusal(*arguments: Any) -> tuple[type, str]:
