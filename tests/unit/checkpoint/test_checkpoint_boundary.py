@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,6 @@ from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.step_boundary import Boundary, SmallBuffers, from_snapshot, snapshot
 from paceline.core.step_progress import StepRecord, record_path
 from paceline.errors import CheckpointError, CommunicationError
-
-
-def together(size: int, function: Callable[[int], None]) -> None:
-    """Call `function` for every rank, each in its own thread."""
-    with ThreadPoolExecutor(size) as ranks:
-        list(ranks.map(function, range(size), timeout=60))
 
 
 def entry(name: str, object: Any, per_rank: bool = False) -> Registered:
@@ -130,7 +123,8 @@ def test_ranks_leave_the_barrier_together_with_the_same_requests(tmp_path: Path)
             assert min(StepRecord(record_path(tmp_path, other)).prepared for other in range(3)) >= step
             barriers[rank].complete(step, [], [])
 
-    together(3, come)
+    with ThreadPoolExecutor(3) as ranks:
+        list(ranks.map(come, range(3), timeout=60))
     assert requests[0] == requests[1] == requests[2] == [4 * (step == 20) for step in range(1, 30)]
 
 

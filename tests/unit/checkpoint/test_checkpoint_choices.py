@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from test_checkpoint_folder import open_with
 from test_checkpoint_ranks import raised
 from torch import nn
 
@@ -23,11 +24,6 @@ from paceline.core import consensus
 from paceline.core.world import World
 from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint, UsageError
 from twins import Pools
-
-
-def open_with(folder: Path, **options: Any) -> tuple[Checkpointer, nn.Module]:
-    checkpointer = Checkpointer(folder, **options)
-    return checkpointer, checkpointer.register("model", nn.Linear(2, 1))
 
 
 def save(checkpointer: Checkpointer, model: nn.Module, *steps: int, **options: Any) -> None:

@@ -250,12 +250,6 @@ def test_json_that_would_expand_in_memory_is_refused_before_parsing(raw: bytes) 
     assert peak < 4 * len(raw)
 
 
-def header(tensors: Any, data: int = 0, path: Path = Path()) -> Path:
-    raw = tensors if isinstance(tensors, bytes) else json.dumps(tensors).encode()
-    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(data))
-    return path
-
-
 def entry(begin: Any, end: Any, shape: Any = (1,), dtype: str = "F32") -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
@@ -272,7 +266,8 @@ HEADERS: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.parametrize(("tensors", "data"), HEADERS.values(), ids=HEADERS)
 def test_a_hostile_header_is_refused(tmp_path: Path, tensors: Any, data: int) -> None:
-    path = header(tensors, data, tmp_path / "x.safetensors")
+    raw, path = tensors if isinstance(tensors, bytes) else json.dumps(tensors).encode(), tmp_path / "x.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(data))
     with pytest.raises(ValueError, match="not a safetensors file"):
         safetensors_file.read(path, safetensors_file.read_specs(path))
 

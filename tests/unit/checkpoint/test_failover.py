@@ -46,6 +46,7 @@ from processes import paceline, script, strike
 CHAOS_LOOP = Path(__file__).parents[3] / "scripts" / "chaos_training.py"
 TORCH = {"wrapper": "torch", "backend": "paceline"}
 GLOO = {"wrapper": "ours", "backend": "gloo"}
+SHARDED: dict[str, Any] = {"sharded": True, "every": 3}
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
@@ -63,25 +64,28 @@ def trained(folder: Path, settings: dict[str, Any], orders: str = "") -> list[di
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "orders"),
+    ("settings", "orders", "redone", "source"),
     [
         # Torch's reducer took a collective's exception for its value, and the surviving rank crashed.
         # A rank killed before it opened the Checkpointer was not restarted.
-        (TORCH, "bucket rank=1 at=3; rendezvous rank=0 start=1"),
+        (TORCH, "bucket rank=1 at=3; rendezvous rank=0 start=1", 0, "memory"),
         # All steps counted as redone if a rank died while restoring them.
-        (GLOO, "optimizer rank=1 at=3; restore rank=0 at=2 start=1"),
+        (GLOO, "optimizer rank=1 at=3; restore rank=0 at=2 start=1", 0, "memory"),
+        (SHARDED, "optimizer rank=1 at=5", 1, "disk"),
     ],
-    ids=["mid-reduction, then in the rendezvous", "inside the optimizer, then in the restore"],
+    ids=["mid-reduction, then in the rendezvous", "inside the optimizer, then in the restore", "with a lost shard"],
 )
 def test_a_run_with_killed_ranks_ends_bit_equal_to_an_undisturbed_one(
-    tmp_path: Path, settings: dict[str, Any], orders: str
+    tmp_path: Path, settings: dict[str, Any], orders: str, redone: int, source: str
 ) -> None:
     undisturbed = trained(tmp_path / "undisturbed", settings)
     struck = trained(tmp_path / "struck", settings, orders)
     for key in ("states", "generators", "samples"):
         assert [rank[key] for rank in struck] == [rank[key] for rank in undisturbed]
     restarts = orders.count(";") + 1
-    assert {(rank["restarts"], rank["redone"], rank["from"]) for rank in struck} == {(restarts, 0, "memory")}
+    assert {(rank["restarts"], rank["redone"], rank["from"]) for rank in struck} == {(restarts, redone, source)}
+    says_why = "no other rank has a copy of a shard" in (tmp_path / "struck" / "stderr").read_text()
+    assert says_why == (settings is SHARDED)
 
 
 # -- several optimizers per iteration ----------------------------------------------------------------------------------

@@ -219,10 +219,6 @@ CASES: dict[str, tuple[Callable[[int, Any], Any], str]] = {
         lambda rank, group: algorithms.ring_all_reduce(ones(5, device="meta"), group=group),
         "UsageError: ring_all_reduce on rank {rank}: the group has no backend that sends tensors on meta",
     ),
-    "hosts of other ranks": (
-        lambda rank, group: algorithms.hierarchical_all_reduce(ones(5), group=group, hosts="ab"),
-        "UsageError: hosts names 2 hosts for 3 ranks; name the host of every rank",
-    ),
 }
 
 

@@ -28,11 +28,6 @@ from processes import paceline
 from ranks import run_ranks
 from twins import Pools
 
-
-def default() -> Any:
-    return dist.group.WORLD
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +146,7 @@ class Spy(torch.utils.data.Dataset[Any]):
 
 
 def fork(world: World) -> None:
-    group = default()
+    group: Any = dist.group.WORLD
     dist.all_reduce(torch.ones(5), async_op=True).wait()
     before = len(ours())
     assert before
@@ -201,7 +196,7 @@ def mix(world: World, rounds: int) -> None:
     """Run collectives of every kind in the same random order on every rank; other tests check the results."""
     n = world.size
     generator = torch.Generator().manual_seed(5)
-    group = default()
+    group: Any = dist.group.WORLD
     kept = group.allocate(3000, torch.float32)
     for turn in range(rounds):
         kind, count = (int(x) for x in torch.randint(0, 3000, (2,), generator=generator))

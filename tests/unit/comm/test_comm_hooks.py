@@ -69,13 +69,8 @@ def gradients(model: nn.Module, rank: int, steps: int = 6) -> Gradients:
 
 def power_state(start: int = 2) -> Any:
     # Without epsilon, torch divides by zero for the zero gradient of an unused parameter.
-    return powerSGD_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=2,
-        start_powerSGD_iter=start,
-        min_compression_rate=1,
-        orthogonalization_epsilon=1e-6,
-    )
+    options: Any = {"start_powerSGD_iter": start, "min_compression_rate": 1, "orthogonalization_epsilon": 1e-6}
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, **options)
 
 
 def local_sgd_state() -> Any:
@@ -108,9 +103,8 @@ HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 }
 
 
-def beside_torch(world: World) -> list[str]:
+def beside_torch(world: World) -> None:
     """Compare every hook with torch DDP, with one bucket for the whole model so that both see the same bytes."""
-    failed = []
     torch.manual_seed(0)
     net = Net()
     for name, (state, hook) in HOOKS.items():
@@ -123,19 +117,14 @@ def beside_torch(world: World) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.ao.quantization and others
             wanted, found = gradients(theirs, world.rank), gradients(ours, world.rank)
-        try:
-            for step, (a, b) in enumerate(zip(found, wanted, strict=True)):
-                for mine, other in zip(a, b, strict=True):
-                    same_tensor(mine, other, 1e-4, f"step {step}")
-        except AssertionError as error:
-            failed.append(f"{name}: {error}")
-    return failed
+        for step, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            for mine, other in zip(a, b, strict=True):
+                same_tensor(mine, other, 1e-4, f"{name}, step {step}")
 
 
 @pytest.mark.slow
 def test_torch_hooks_give_the_same_results_as_in_torch_ddp(pools: Pools) -> None:
-    for failed in pools.run(2, beside_torch):
-        assert failed == []
+    pools.run(2, beside_torch)
 
 
 def near_the_mean(world: World) -> None:

@@ -386,10 +386,7 @@ def test_a_host_far_ahead_of_its_device_does_not_pile_up_events(monkeypatch: pyt
 
 def capture(world: World, case: str) -> str:
     """Train a few steps, then one with torch reporting that a graph is being captured."""
-    options: dict[str, Any] = {
-        "check_finite": {"check_finite": True},
-        "replicas": {"check_replicas_every": 2},
-    }.get(case, {})
+    options: Any = {"check_finite": {"check_finite": True}, "replicas": {"check_replicas_every": 2}}.get(case, {})
     module = nn.Sequential(nn.Embedding(4, 3, sparse=case == "sparse"), nn.Linear(3, 2))
     patches = ExitStack()
     patches.enter_context(patch.object(GraphCapture, "is_active", lambda _: True))

@@ -252,16 +252,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
 def any_dtype(world: World, kind: str) -> list[bytes]:
     torch.set_num_threads(world.rank + 1)  # more threads split sums differently
-    makers = {
-        "cast": Cast,
-        "topk": lambda net: TopK(net, 1.0),
-        "int8": Int8,
-        "powersgd": lambda net: PowerSGD(net, 100),
-    }
+    lossless = {"topk": lambda net: TopK(net, 1.0), "powersgd": lambda net: PowerSGD(net, 100)}
+    make = lossless.get(kind, KINDS[kind][0])
     found = []
     for dtype in DTYPES:
         net = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((300, 200), (3, 5), (4,))])
-        state = makers[kind](net)
+        state = make(net)
         bucket = Bucket.allocate([0, 1, 2], list(net))
         parts = []
         for rank in range(world.size):
@@ -346,12 +342,8 @@ COUNT = 512 * 258 + 1536
 def bytes_sent(world: World) -> dict[str, float]:
     net = nn.ParameterList([nn.Parameter(torch.zeros(512, 258)), nn.Parameter(torch.zeros(1536))])
     ratios = {}
-    for name, state in {
-        "cast": Cast(net),
-        "int8": Int8(net),
-        "topk": TopK(net, 0.01),
-        "powersgd": PowerSGD(net, rank=2),
-    }.items():
+    states = {"cast": Cast(net), "int8": Int8(net), "topk": TopK(net, 0.01), "powersgd": PowerSGD(net, rank=2)}
+    for name, state in states.items():
         assert state.ratio == 1.0
         bucket = Bucket.allocate([0, 1], list(net))
         hook(state, GradBucket.of(bucket, list(net), 0, last=True)).wait()

@@ -90,9 +90,7 @@ def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: s
     Path(folder, "met").touch()
     markers = [Path(folder, f"done-{rank}") for rank in range(world.size) if rank != ABSENT]
     if world.rank == ABSENT:
-        deadline = time.monotonic() + PATIENCE_S + 60
-        while not all(file.exists() for file in markers) and time.monotonic() < deadline:
-            time.sleep(0.02)  # alive but elsewhere
+        until(lambda: all(file.exists() for file in markers))  # alive but elsewhere
         return ""
     start = time.monotonic()
     with pytest.raises(CommunicationError) as caught:

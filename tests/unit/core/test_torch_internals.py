@@ -428,14 +428,8 @@ def _() -> None:
 
 
 def abort_everything(_: World) -> int:
-    own = torch_distributed.open_group(
-        torch_distributed.get_default_group(),
-        [0],
-        "gloo",
-        torch_distributed.get_default_store(),
-        "contract/abort",
-        TIMEOUT,
-    )
+    group, store = torch_distributed.get_default_group(), torch_distributed.get_default_store()
+    own = torch_distributed.open_group(group, [0], "gloo", store, "contract/abort", TIMEOUT)
     torch_distributed.forget_group(own, "contract/abort")
     dist.all_reduce(torch.ones(1), async_op=True)
     own.abort()

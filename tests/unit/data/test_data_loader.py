@@ -388,17 +388,9 @@ class Shuffled(IterableDataset[torch.Tensor]):
             yield torch.tensor([float(index), float(torch.rand(()))])
 
 
-def stream_loader(
-    dataset: Any = None,
-    rank: int = 0,
-    world_size: int = 1,
-    batch_size: int = 3,
-    drop_last: bool = False,
-    **options: Any,
-) -> DataLoader:
+def stream_loader(dataset: Any = None, rank: int = 0, world_size: int = 1, **options: Any) -> DataLoader:
     dataset = Shuffled() if dataset is None else dataset
-    stream = GlobalBatchStream(dataset, batch_size, drop_last=drop_last, rank=rank, world_size=world_size)
-    return DataLoader(stream, **options)
+    return DataLoader(GlobalBatchStream(dataset, 3, rank=rank, world_size=world_size), **options)
 
 
 either_loader = pytest.mark.parametrize("make", [loader_of, stream_loader], ids=["dataset", "stream"])
