@@ -47,17 +47,6 @@ def test_a_save_never_prunes_itself_or_later_steps(tmp_path: Path) -> None:
     assert checkpointer.steps() == [30]
 
 
-def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
-    checkpointer, model = open_with(tmp_path, fill=1.0)
-    checkpointer.save(1)
-    nn.init.constant_(model.weight, 2.0)
-    checkpointer.save(1)
-    nn.init.constant_(model.weight, 3.0)
-    assert checkpointer.restore() == 1
-    assert model.weight.mean().item() == 2.0
-    assert names(tmp_path) == ["step-00000001"]
-
-
 def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match="/proc/self/task"):
         Checkpointer("/proc/self/task")
@@ -188,7 +177,7 @@ def test_only_the_owner_can_read_checkpoints_whatever_the_umask(tmp_path: Path, 
     assert len(modes) == 6
 
 
-def opened(folder: Path) -> str:
+def refusal_to_open(folder: Path) -> str:
     try:
         Checkpointer(folder).close()
     except UsageError as error:
@@ -200,7 +189,7 @@ def test_a_second_run_on_the_folder_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(UsageError, match=f"another run is using the checkpoint folder {tmp_path} "):
             Checkpointer(tmp_path)
-        assert "another run is using" in call(opened, tmp_path)
+        assert "another run is using" in call(refusal_to_open, tmp_path)
         checkpointer.save(1)
     Checkpointer(tmp_path).close()
     assert names(tmp_path) == ["step-00000001"]
@@ -222,7 +211,7 @@ def test_a_forked_worker_that_outlives_the_run_does_not_hold_the_lock(tmp_path: 
     worker = call(leave_a_worker, tmp_path)
     try:
         os.kill(worker, 0)
-        until(lambda: not opened(tmp_path))  # the worker may not have closed its descriptor yet
+        until(lambda: not refusal_to_open(tmp_path))  # the worker may not have closed its descriptor yet
     finally:
         os.kill(worker, signal.SIGKILL)
 

@@ -766,11 +766,9 @@ NOT_OF_TORCH = {
     "os and sys": "_exit _getframe _current_frames",
     "threading": "_native_id",
     "argparse": "_action_groups _group_actions _option_string_actions _optionals _positionals",
-    "datasets of Hugging Face": "_fingerprint",
     "rich": "_index",
     "pytest": "_capture _capture_fixture _global_capturing _fixtureinfo _setupstate _fixture_defs _tmp_path_factory "
     "_excinfo _remove_plugin _request",
-    "hypothesis": "_hypothesis_internal_use_settings",
     "coverage": "_warn_no_data _warn_preimported_source _warn_unimported_source",
     "IPython": "_get_exc_info",
     "multiprocessing": "_config _dir_candidates",
