@@ -720,6 +720,17 @@ def test_sum(world):
 # -- separate processes ------------------------------------------------------------------------------------------------
 
 
+def test_gpus_are_hidden_before_the_tests_of_the_project_can_use_torch() -> None:
+    root = Path(__file__).parents[3]
+    commands = [line for line in (root / "Makefile").read_text().splitlines() if "-m pytest" in line]
+    assert len(commands) == 3
+    assert all("$(TESTED) " in line for line in commands)
+    assert "\nTESTED := CUDA_VISIBLE_DEVICES= " in (root / "Makefile").read_text()
+    check = "import conftest, os, sys; assert os.environ['CUDA_VISIBLE_DEVICES'] == '' and 'torch' not in sys.modules"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(root / "tests")}
+    subprocess.run([sys.executable, "-c", check], env=environment, check=True, timeout=TIMEOUT_S)
+
+
 def in_a_process(folder: Path, text: str, first: Callable[[], None], *options: str) -> str:
     """Run pytest on a file of tests in a separate process, after a call of `first`; return the output."""
     command = (*options, "--basetemp", "base", script(folder, HEAD + text, "test_it.py"))
