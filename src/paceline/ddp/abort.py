@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator
-from functools import partial
+from collections.abc import Generator
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from paceline.core.torch_internals import current_task, has_ended
@@ -36,7 +35,7 @@ class Member(Protocol):
     """The rare cases."""
     finisher: Finisher
     """Averages buckets over the ranks."""
-    backward: Backward | None = None
+    backward: Backward | None
     """The backward pass in progress, or one with collectives still to run or blocks still to read; else None."""
     number: int
     """The wrapper's number in order of construction."""
@@ -57,8 +56,7 @@ class Member(Protocol):
         """Run the collectives that other ranks still wait for after an exception ended a backward pass here."""
 
     def complete(self) -> None:
-        while self.advance():
-            pass
+        """Run the end of the backward pass without pauses."""
 
 
 unfinished: set[int] = set()
@@ -66,22 +64,12 @@ unfinished: set[int] = set()
 _ENDING = threading.RLock()
 """Held while handling the end of a backward pass, because an autograd thread may drop the task while the main thread
 also detects the exception. Reentrant, because garbage collection may drop another task meanwhile."""
-_members: WeakValueDictionary[int, Member] = WeakValueDictionary()
+members: WeakValueDictionary[int, Member] = WeakValueDictionary()
 """The living wrappers of this process, by number; a dict keeps them in order of construction."""
 _numbers = count()
 
 
 # -- one wrapper ---------------------------------------------------------------------------------------------------
-
-
-def watch_task(member: Member, backward: Backward, callback: Callable[[], Any], number: int) -> None:
-    """Watch for autograd to drop graph task `number`, which holds the only reference to `callback`.
-
-    If `backward` is still in progress at that point, an exception has ended it.
-    """
-    # Weak references, because `backward` references `ended` through `task`; a cycle would keep launched works alive.
-    ended = partial(_task_ended, weakref.ref(member), weakref.ref(backward))
-    backward.task, backward.task_number = weakref.ref(callback, ended), number
 
 
 def notice_exception(member: Member) -> None:
@@ -94,7 +82,8 @@ def notice_exception(member: Member) -> None:
         _ended_by_exception(member, backward)
 
 
-def _task_ended(member: weakref.ref[Member], backward: weakref.ref[Backward], _: object) -> None:
+def task_ended(member: weakref.ref[Member], backward: weakref.ref[Backward], _: object) -> None:
+    """Called when autograd drops the graph task of `backward`; if that is in progress, an exception has ended it."""
     living, ended = member(), backward()
     if living is not None and ended is not None and ended.task is not None:
         _ended_by_exception(living, ended)
@@ -153,14 +142,14 @@ def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
 def register(member: Member) -> int:
     """Register `member` until it is garbage-collected; returns its number."""
     number = next(_numbers)
-    _members[number] = member
+    members[number] = member
     return number
 
 
 def unregister(number: int) -> None:
     """Forget a wrapper that no longer averages."""
     unfinished.discard(number)
-    _members.pop(number, None)
+    members.pop(number, None)
 
 
 def follow_modules(last: Member) -> None:
@@ -179,10 +168,9 @@ def follow_modules(last: Member) -> None:
 
 def begin_others(first: Member) -> None:
     """Begin every other wrapper that the backward pass in progress will reach."""
-    if len(_members) > 1:
-        for member in _in_order():
-            if member is not first and member.is_expected():
-                member.begin_early()
+    for member in _in_order():
+        if member is not first and member.is_expected():
+            member.begin_early()
 
 
 def in_turn(member: Member) -> Member:
@@ -232,4 +220,4 @@ def read_all() -> None:
 
 def _in_order() -> list[Member]:
     """Return all members in order of construction, which is the same on every rank."""
-    return [member for reference in _members.valuerefs() if (member := reference()) is not None]
+    return [member for reference in members.valuerefs() if (member := reference()) is not None]

@@ -2,7 +2,8 @@
 
 A post-accumulate-grad hook costs microseconds. So once the order of arrival is known, only the parameter whose gradient
 arrives last in a bucket keeps a hook; ``p.grad is not None`` shows the other arrivals. If gradients existed before
-backward began (accumulation), or the order is not known yet, every parameter has a hook.
+backward began (accumulation), or the order is not known yet, every parameter has a hook. Many gradients are checked and
+copied at once, without Python code for each if possible.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ from paceline.ddp.buckets import Bucket
 from paceline.ddp.channel import Channel
 from paceline.ddp.module_changes import Trained
 from paceline.errors import UsageError
-
-# Checks many gradients at once and copies them into buckets, without per-gradient Python code if possible.
-
 
 gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 is_none: Callable[[object], bool] = partial(is_, None)

@@ -178,9 +178,6 @@ def tensors_in(output: Any) -> list[Tensor]:
     return tensors
 
 
-# State of one synchronized backward pass, and its phases.
-
-
 class Phase(Enum):
     """Phase of a backward pass; :data:`NEXT` lists the phases that may follow each one."""
 
@@ -228,6 +225,8 @@ class Backward:
     """Whether other wrappers also have some of the parameters."""
     reads_in_backward = False
     """Whether control blocks are read before backward ends, even with GPUs."""
+    is_shadowed = False
+    """Whether ranks that ran out of data inside ``join`` take part."""
     launches_at_end: bool
     """Whether buckets are launched when backward has ended rather than as they fill."""
     averaged_elsewhere: Collection[int] = frozenset()
@@ -253,8 +252,16 @@ class Backward:
     """Whether an extension has something to report to the other ranks; set only if buckets carry no digest."""
     block: Launched | None = None
     """The control block, from its launch until it has been waited for."""
+    is_read_late = False
+    """Whether backward ends before the control blocks are read."""
+    digests_agree: bool | None = None
+    """Whether the ranks' digests agreed; None before they were read, and if buckets carry none."""
     exchange: Pausing[None] | None = None
     """The exchange of control blocks at the end of backward; None in an ordinary step."""
+    new_order: Sequence[int] = ()
+    """The order of arrival that rank 0 has reported, if it was not known; the next step's buckets follow it."""
+    is_abandoned = False
+    """Whether some rank reported changed parameters, so that this backward pass averages nothing."""
     out_of_bucket_averages: Mapping[int, Tensor] = _NONE
     """Averages of all ranks' :attr:`out_of_bucket` gradients that are not bucket views, by parameter."""
     deferred: Sequence[Callable[[], None]] = ()

@@ -1,4 +1,11 @@
-"""Buckets: flat tensors that hold the gradients of neighboring parameters, which are reduced together."""
+"""Buckets: flat tensors that hold the gradients of neighboring parameters, which are reduced together.
+
+Parameters are assigned to buckets based on plain values only, so every rank computes the same assignment. Bucketing and
+its overlap with backward follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+VLDB 2020.
+
+After a step, ``p.grad`` is a view of a bucket, and so the average needs no copy. Decision 0012 gives the reasons.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +21,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.core.flat_views import views_of
-from paceline.core.torch_internals import address_of, copy_each, count_each, count_uses
+from paceline.core.torch_internals import address_of, copy_each, count_each, count_uses, has_nonzero
 from paceline.ddp.channel import Channel
-
-# The bucket: a flat tensor that holds the gradients of neighboring parameters, which are reduced together.
-#
-# Parameters are assigned to buckets based on plain values only, so every rank computes the same assignment. Bucketing
-# and
-# its overlap with backward follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-# VLDB 2020.
-
 
 MIB = 2**20
 FIRST_CAPACITY = MIB
@@ -155,23 +154,17 @@ class Bucket:
         return cls(indices, flat, views_of(flat, members), largest, memory=memory, tail=memory[total:])
 
 
-# Bucket views: the gradients of one bucket as users see them, and checks for references that users keep.
-#
-# ``p.grad`` is a view of a bucket, which the next backward overwrites. By default, torch gives every gradient its own
-# memory, so a reference kept across steps keeps its values. To give the same guarantee without a copy in every step,
-# reference counts are checked before a bucket is written: the counts of the views, because a user may keep ``p.grad``
-# itself, and the count of their storage, because a user may keep something derived from it (``p.grad.detach()``, a
-# slice,
-# a NumPy array).
-#
-# Decision 0012 gives the reasons.
-
-
 _address, _storage = Tensor.data_ptr, attrgetter("storage")
 
 
 class BucketViews:
-    """The views of one bucket, over a separate storage that only the views and users reference.
+    """The gradients of one bucket as users see them, over a separate storage that only the views and users reference.
+
+    ``p.grad`` is such a view, which the next backward overwrites. By default, torch gives every gradient its own
+    memory, so a reference kept across steps keeps its values. To give the same guarantee without a copy in every step,
+    reference counts are checked before a bucket is written: the counts of the views, because a user may keep ``p.grad``
+    itself, and the count of their storage, because a user may keep something derived from it (``p.grad.detach()``, a
+    slice, a NumPy array).
 
     Args:
         flat: the bucket's memory.
@@ -303,6 +296,8 @@ _LISTS = 2
 class BucketSet:
     """Buckets for `parameters`, initially assigned in reverse order, which is roughly the order in backward.
 
+    Also publishes averages in ``p.grad``, and distinguishes them from other gradients.
+
     Args:
         names: the parameters' names.
         parameters: in the module's order.
@@ -340,8 +335,10 @@ class BucketSet:
         self._tail = tail
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self._reduce_dtype = reduce_dtype
-        # Averages that are not bucket views, and their addresses. Weak, so that averages dropped by the user are freed.
+        # Copies of bucket views that were published instead, and their addresses, and averages of gradients outside the
+        # buckets. Weak, so that averages dropped by the user are freed.
         self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._out_of_bucket: dict[int, weakref.ref[Tensor]] = {}
         # Numbers of buckets that publish copies because a user has kept gradients, with the latest copies' memory.
         self._shown_copies: dict[int, list[StorageWeakRef]] = {}
         # Old bucket memory that users still reference, with the views that count these references.
@@ -370,7 +367,7 @@ class BucketSet:
         previous = list(zip(self.buckets, self._bucket_views, strict=True))
         self.buckets, self._bucket_views = [], []
         self._names, self._parameters, self.unbucketed = names, parameters, outside
-        self._copies = {}
+        self._copies, self._out_of_bucket = {}, {}
         self.assign_in(range(len(parameters) - 1, -1, -1))
         for bucket, old_views in previous:
             self._leave(bucket.memory, old_views)
@@ -520,8 +517,34 @@ class BucketSet:
                 for index, copied in zip(indices, copies, strict=True):
                     shown[index] = copied
 
-    def is_average(self, index: int, gradient: Tensor) -> bool:
-        """Return whether `gradient` is in the memory where :meth:`averages` has put the parameter's average."""
+    def publish(self, averages: Sequence[Tensor | None], absent: Collection[int] = ()) -> None:
+        """Set ``p.grad`` to the average, or to None for `absent` parameters."""
+        self._out_of_bucket = {}
+        if absent:
+            averages = list(averages)
+            for index in absent:
+                averages[index] = None
+        for parameter, average in zip(self._parameters, averages, strict=True):
+            parameter.grad = average
+
+    def remember(self, out_of_bucket: Mapping[int, Tensor]) -> None:
+        """Count these published tensors, which are not in bucket memory, as averages."""
+        self._out_of_bucket = {index: weakref.ref(average) for index, average in out_of_bucket.items()}
+
+    def local_gradient(self, others: Collection[int]) -> str | None:
+        """Return the name of a parameter whose gradient was not averaged, except of parameters in `others`, or None."""
+        for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
+            gradient = parameter.grad
+            if gradient is None or index in others or self._is_average(index, gradient):
+                continue
+            # Zeros do not count: torch.distributed.checkpoint sets them so that the optimizer creates its state.
+            if has_nonzero(gradient):
+                return name
+        return None
+
+    def _is_average(self, index: int, gradient: Tensor) -> bool:
+        if index in self._out_of_bucket and gradient is self._out_of_bucket[index]():
+            return True
         if gradient.layout is not torch.strided or index in self.unbucketed:
             return False
         # Compare addresses, because p.grad may be another tensor over the same memory (p.grad.detach()).

@@ -9,9 +9,10 @@ Decision 0024 says why.
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -23,8 +24,6 @@ from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.joined_steps import Event, JoinEvents
 from paceline.ddp.ledger import Ledger
 from paceline.errors import DesyncError
-
-# The buffers of a module that are synchronized between ranks, by name.
 
 
 class Buffers:
@@ -67,8 +66,9 @@ class Buffers:
                 if part not in known_parts or (id(part), name) in previous:
                     self.places.append((full, part, name))
 
-    def __len__(self) -> int:
-        return len(self.places)
+    def are_broadcast_by(self, wrapper: Any) -> bool:
+        """Return whether forward passes of `wrapper` in training mode synchronize buffers."""
+        return wrapper.require_forward_param_sync and wrapper.forward_sync_buffers and bool(self.places)
 
     def named(self) -> dict[str, Tensor]:
         """Return the current tensors, by name."""
@@ -214,15 +214,6 @@ class BuffersAtRest:
         )
 
 
-# Buffer synchronization: keeps a module's buffers equal on all ranks.
-#
-# Buffers are broadcast with the synchronized backward pass that follows a counted forward pass
-# (:mod:`.buffers_at_rest`). If they may differ when a step begins, they are also broadcast before its first counted
-# forward pass. Inside ``join``, every broadcast is announced to the ranks without data, and runs before that forward.
-#
-# Decision 0024 says why.
-
-
 class Statistics(Protocol):
     """Buffers that need an exchange other than a broadcast to become equal on every rank."""
 
@@ -237,12 +228,16 @@ class Statistics(Protocol):
 class BufferSync:
     """Synchronizes the buffers of one wrapper that has peers.
 
+    Buffers are broadcast with the synchronized backward pass that follows a counted forward pass. If they may differ
+    when a step begins, they are also broadcast before its first counted forward pass. Inside ``join``, every broadcast
+    is announced to the ranks without data, and runs before that forward.
+
     Args:
+        wrapper: its torch attributes determine whether forward passes synchronize buffers. Referenced weakly.
         buffers: the module's buffers.
         channel: connects all ranks.
         join_events: announces each broadcast to ranks without data.
         ledger: counts forward passes, for comparison with other ranks.
-        is_wanted: returns whether forward passes in training mode currently synchronize buffers.
         may_differ: whether the buffers may differ between ranks at first.
     """
 
@@ -254,27 +249,29 @@ class BufferSync:
 
     def __init__(
         self,
+        wrapper: nn.Module,
         buffers: Buffers,
         channel: Channel,
         join_events: JoinEvents,
         ledger: Ledger,
-        is_wanted: Callable[[], bool | None],
         *,
         may_differ: bool,
     ) -> None:
         self._may_differ = may_differ
         self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
-        self._join_events, self._ledger, self._is_wanted = join_events, ledger, is_wanted
+        self._join_events, self._ledger, self._wrapper = join_events, ledger, weakref.ref(wrapper)
 
     # -- with a forward -----------------------------------------------------------------------------------------
 
     @property
     def is_wanted(self) -> bool:
-        return bool(self._is_wanted())
+        """Whether forward passes in training mode currently synchronize buffers."""
+        wrapper = self._wrapper()
+        return wrapper is not None and self._buffers.are_broadcast_by(wrapper)
 
     def each_ranks_own(self) -> dict[str, Tensor]:
         """Return, by name, the buffers that forward passes in training mode do not currently synchronize."""
-        return self._buffers.ignored() | ({} if self._is_wanted() else self._buffers.named())
+        return self._buffers.ignored() | ({} if self.is_wanted else self._buffers.named())
 
     def begin_step(self) -> None:
         """Make the buffers equal unless they already are; called on all ranks before a forward pass or sliced step."""
@@ -290,7 +287,7 @@ class BufferSync:
 
         If so, and if it is the first one of its step, first make the buffers equal unless they already are.
         """
-        travels = bool(self._is_wanted())
+        travels = self.is_wanted
         # Not before later forward passes of the step, because a rank without data does not know their number.
         broadcasts = travels and self._ledger.forwards_since_sync == 0
         self._ledger.forward(broadcasts=broadcasts)
@@ -302,7 +299,7 @@ class BufferSync:
 
     def synchronize(self) -> bool:
         """Make the buffers equal now; returns whether there are any to synchronize."""
-        if not self._is_wanted():
+        if not self.is_wanted:
             return False
         if self._join_events.enabled:
             self._join_events.announce(Event.BUFFERS)
@@ -322,7 +319,7 @@ class BufferSync:
         # Inside join(), a separate broadcast is announced before the next step's first forward pass.
         if not self._buffers.places or self._join_events.enabled:
             return
-        if self._may_differ and self._is_wanted():
+        if self._may_differ and self.is_wanted:
             self._may_differ = False
             self._at_rest.launch()
 

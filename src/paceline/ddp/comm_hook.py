@@ -38,8 +38,8 @@ from paceline.core.torch_internals import multiply_each
 from paceline.core.unwrapping import Communicates
 from paceline.ddp.buckets import Bucket
 from paceline.ddp.channel import Channel, Launched, timeout_of
-from paceline.ddp.digest import Notes
-from paceline.ddp.finisher import CONTROL_EXCHANGE, Finisher, show_own
+from paceline.ddp.control_block import Notes
+from paceline.ddp.finisher import Finisher, show_own
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.weights import compute_correction
 from paceline.errors import CommunicationError, HookError, PacelineError, UsageError
@@ -192,7 +192,7 @@ class HookFinisher(Finisher):
         self.layers_first = layers_first
         self._state, self._hook, self._parameters = state, hook, parameters
         self._ledger, self._timeout = ledger, timeout
-        self._rank, self._channel = channel.rank, channel
+        self._rank = channel.rank
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return True if ranks without data take part, because they do not know when buckets fill."""
@@ -224,13 +224,11 @@ class HookFinisher(Finisher):
         self.has_failed = False
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
-    def wait(self, buckets: Sequence[Launched], block: Launched | None) -> None:
-        """Wait for the hook's results and copy them into the buckets, then wait for the block."""
+    def wait(self, buckets: Sequence[Launched]) -> None:
+        """Wait for the hook's results and copy them into the buckets."""
         for number, answer in enumerate(buckets):
             with recorder.span(BUCKET_WAIT, number):
                 answer.wait()
-        if block is not None:
-            self._channel.wait(block, CONTROL_EXCHANGE)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the mean over all ranks into the weighted mean, or into the mean over the ranks that count."""

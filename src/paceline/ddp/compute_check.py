@@ -161,7 +161,6 @@ class ComputeCheck:
             [own_digest] = yield from self._repeat(sent, buffers, 1)
         for number in filled[:-1]:
             begin(number, filled)
-            self._reducer.sync_enabled = False
             # The owner also computes an unpickled copy, because pickling does not preserve views and pinned memory.
             yield _unpacked(sent) if is_owner and number == first else batches.seeded(number)
             if is_owner and number == first:
@@ -178,10 +177,9 @@ class ComputeCheck:
     def _repeat(self, sent: bytes, buffers: SavedBuffers, times: int) -> Generator[Any, None, list[int]]:
         """Yield the slice `times` times, and return digests of its results, which are dropped."""
         digests = []
-        self._is_awaited = self._slices.is_repeat = True
+        self._is_awaited = True
         for _ in range(times):
-            self._slices.statistics.begin_repeat()
-            self._reducer.sync_enabled = False
+            self._slices.begin_repeat()
             yield _unpacked(sent)
             digests.append(self._digest(self._slices.statistics.parts_of(REPEAT)))
             self._slices.drop()

@@ -168,17 +168,10 @@ def connect(
             ledger.compare_at = 1
     joined_steps = JoinedSteps(wrapper, channel, lambda: replica.module)
     replica_check = ReplicaCheck(every, replica.watch.named_parameters, ledger, channel)
-    alive = weakref.ref(wrapper)  # weak, because the wrapper holds everything created here
-    buffers = BufferSync(
-        replica.buffers,
-        channel,
-        joined_steps,
-        ledger,
-        is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
-        may_differ=has_peers and not (replicated and init_sync),
-    )
+    may_differ = has_peers and not (replicated and init_sync)
+    buffers = BufferSync(wrapper, replica.buffers, channel, joined_steps, ledger, may_differ=may_differ)
     reducer = Reducer(replica.trained, replica.watch, on_change, channel, ledger, buffers, options)
-    reducer.extend(_extensions_of(reducer, options, joined_steps, replica_check))
+    reducer.extensions.use(_extensions_of(reducer, options, joined_steps, replica_check))
     connection = Connection(channel, joined_steps, buffers, reducer, replica_check)
     if options.virtual_ranks:
         connection = connection.with_virtual_ranks(options)
@@ -211,17 +204,16 @@ def _extensions_of(
             not reducer.arrivals.order_known
         ),
     }
-    joined_steps.launches_at_end = lambda shadowed: reducer.finisher.launches_at_end(shadowed=shadowed)
     return [
         # These two may refuse a backward pass. GraphCapture comes first, because SharedParameters inspects gradients
         # and sets some of them aside.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
-        SharedParameters(reducer),
+        SharedParameters(trained, reducer.ledger, channel.members),
         # JoinedSteps comes next, so that it does not announce a refused backward pass to ranks without data.
         joined_steps,
         # Before all extensions that read averages, because late and sparse gradients complete them.
         OutOfBucket(trained, reducer.buckets, channel),
-        UnusedParameters(options.unused, reducer),
+        UnusedParameters(options.unused, trained, channel),
         replica_check,
         FiniteCheck(lambda: reducer.checks_finite),
     ]

@@ -5,6 +5,7 @@
     begin            a synchronized backward pass begins; it may be refused, because no collective is owed yet
     bucket_ready     a bucket holds this rank's gradients, and is launched next
     backward_ended   backward has ended; the remaining buckets are launched next
+    reports_absent   some parameters have no gradient: must this rank report it?
     has_report       all gradients are in their buckets: does this rank have something to report?
     after_averages   in an exchange of control blocks, on all ranks: the sums are available
     show             averages are about to be published in ``p.grad``
@@ -20,7 +21,7 @@ Decision 0050 gives the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,14 @@ class Extension:
     def begin_local(self) -> None:
         """Act on the start of a backward pass under ``no_sync``; called whether or not the extension is active."""
 
+    def common(self) -> Collection[int]:
+        """Return the parameters that other live wrappers also have; called whether or not the extension is active."""
+        return ()
+
+    def left_to_others(self) -> Collection[int]:
+        """Return the parameters that another wrapper averaged last, and whose gradients it therefore checks."""
+        return ()
+
     def other_wrapper_in_backward(self) -> bool:
         """Return whether a gradient outside this wrapper's backward passes comes from another wrapper's."""
         return False
@@ -72,6 +81,10 @@ class Extension:
 
     def backward_ended(self, backward: Backward) -> None:
         """Act before the remaining buckets are launched."""
+
+    def reports_absent(self, absent: Sequence[int]) -> bool:
+        """Return whether this rank must report that the `absent` parameters, at least one, have no gradient."""
+        return False
 
     def has_report(self, backward: Backward) -> bool:
         """Return whether this rank has something to report; if so, note it in `backward`."""
@@ -95,24 +108,28 @@ class Extension:
 
 
 class Extensions:
-    """The extensions of one wrapper, grouped by the point at which they are called.
+    """The extensions of one wrapper, grouped by the point at which they are called; at first there are none."""
 
-    Args:
-        extensions: the extensions, in call order.
-    """
-
+    all: Sequence[Extension]
+    """The extensions, in call order."""
     begin: Sequence[Callable[[Backward], None]]
     bucket_ready: Sequence[Callable[[Backward, Bucket], None]]
     backward_ended: Sequence[Callable[[Backward], None]]
+    reports_absent: Sequence[Callable[[Sequence[int]], bool]]
     has_report: Sequence[Callable[[Backward], bool]]
     show: Sequence[Callable[[Backward, list[Tensor | None]], None]]
-    """The methods of active extensions for each point; empty for an ordinary model."""
+    """The methods of active extensions for each point. For an ordinary model all are empty except ``reports_absent``,
+    which is called only if gradients are absent."""
     after_averages: Sequence[Callable[[Backward, Exchanged], Pausing[None]]]
     """The methods of all extensions, active or not, because one may be active on some ranks only."""
     is_stale = True
     """Whether :meth:`refresh` must run before the next backward pass; it never runs during one."""
 
-    def __init__(self, extensions: Sequence[Extension]) -> None:
+    def __init__(self) -> None:
+        self.use(())
+
+    def use(self, extensions: Sequence[Extension]) -> None:
+        """Call `extensions` from now on, in this order."""
         self.all = extensions
         self.after_averages = _methods(extensions, "after_averages")
         for extension in extensions:
@@ -121,13 +138,21 @@ class Extensions:
 
     def refresh(self) -> None:
         active = [extension for extension in self.all if extension.is_active()]
-        for moment in ("begin", "bucket_ready", "backward_ended", "has_report", "show"):
+        for moment in ("begin", "bucket_ready", "backward_ended", "reports_absent", "has_report", "show"):
             setattr(self, moment, _methods(active, moment))
         self.is_stale = False
 
     def _mark_stale(self) -> None:
         # Do not refresh now, because extensions may also detect changes during a backward pass, which uses the tuples.
         self.is_stale = True
+
+    def common(self) -> frozenset[int]:
+        """Return the parameters that other live wrappers also have."""
+        return frozenset().union(*(extension.common() for extension in self.all))
+
+    def left_to_others(self) -> frozenset[int]:
+        """Return the parameters that another wrapper averaged last."""
+        return frozenset().union(*(extension.left_to_others() for extension in self.all))
 
     def abort(self, backward: Backward) -> None:
         """Undo every extension's preparations for `backward`."""
@@ -144,6 +169,7 @@ class Extensions:
         for extension in self.all:
             extension.close()
             del extension.mark_stale  # it references this object
+        self.use(())
 
 
 def _methods(extensions: Sequence[Extension], name: str) -> tuple[Any, ...]:

@@ -1,9 +1,4 @@
-"""Extensions for single steps: checks for NaN, graph capture, late and sparse gradients, unused parameters.
-
-For each parameter, the control block contains the number of ranks that have a gradient. The ranks that lack it are
-determined only the first time that the parameter is missing. A rank without any gradients had no data and does not
-count. Frozen parameters do not count either.
-"""
+"""Extensions for single steps: checks for NaN, graph capture, late and sparse gradients, unused parameters."""
 
 from __future__ import annotations
 
@@ -23,11 +18,8 @@ from paceline.ddp.channel import Channel, Pausing
 from paceline.ddp.extension_points import Exchanged, Extension
 from paceline.ddp.module_changes import Trained
 from paceline.ddp.options import UnusedParameters as UnusedParameterMode
-from paceline.ddp.reducer import Reducer
 from paceline.ddp.sparse import as_dense, average_sparse
 from paceline.errors import UnusedParameterWarning, UsageError
-
-# Finds gradients that contain NaN or Inf, waiting for the device only once per step.
 
 
 class FiniteCheck(Extension):
@@ -60,7 +52,10 @@ class FiniteCheck(Extension):
 
 
 class Magnitudes:
-    """The largest magnitudes of one step's gradients; gradients may be changed or dropped after they were added."""
+    """The largest magnitudes of one step's gradients; gradients may be changed or dropped after they were added.
+
+    The host waits for the device only once, in :meth:`found`.
+    """
 
     def __init__(self) -> None:
         # For each device, the parameters added and the largest magnitude in each gradient.
@@ -90,9 +85,6 @@ class Magnitudes:
             for index, is_finite in zip(places, torch.stack(norms).isfinite().tolist(), strict=True)
             if not is_finite
         ]
-
-
-# Capture of a step in a CUDA graph; a feature that a graph cannot replay raises an error that names it.
 
 
 CHECK_FINITE = "check_finite=True, because the host reads the result"
@@ -134,13 +126,11 @@ def cannot_capture(name: str, rank: int) -> UsageError:
     )
 
 
-# The second pass: averages gradients that are sparse or arrived too late for a bucket.
-#
-# The control block lists the affected parameters.
-
-
 class OutOfBucket(Extension):
-    """Averages the gradients outside the buckets on all ranks, after the buckets are averaged."""
+    """Averages gradients that are sparse or arrived too late for a bucket, after the buckets are averaged.
+
+    The control block lists the affected parameters.
+    """
 
     def __init__(self, trained: Trained, buckets: BucketSet, channel: Channel) -> None:
         self._trained, self._buckets, self._channel = trained, buckets, channel
@@ -190,17 +180,25 @@ def _add_late(
 
 
 class UnusedParameters(Extension):
-    """Reports each unused parameter once in a warning on rank 0, or every time in an error on every rank."""
+    """Reports each unused parameter once in a warning on rank 0, or every time in an error on every rank.
 
-    def __init__(self, mode: UnusedParameterMode, reducer: Reducer) -> None:
-        self._mode, self._trained, self._channel = mode, reducer.trained, reducer.channel
-        self._reducer = reducer
+    For each parameter, the control block contains the number of ranks that have a gradient. The ranks that lack it are
+    determined only the first time that the parameter is missing. A rank without any gradients had no data and does not
+    count. Frozen parameters do not count either.
+    """
+
+    def __init__(self, mode: UnusedParameterMode, trained: Trained, channel: Channel) -> None:
+        self._mode, self._trained, self._channel = mode, trained, channel
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
         everything = range(len(self._trained.names))
-        # One set is enough: once a parameter has been reported, a step without its gradient needs no control blocks.
-        self._expected = self._reducer.expected_absent = set(everything if self._mode == "allow" else ())
+        # Once a parameter has been reported, a step without its gradient needs no control blocks.
+        self._expected = set(everything if self._mode == "allow" else ())
+
+    def reports_absent(self, absent: Sequence[int]) -> bool:
+        """Return whether a parameter that has not been reported yet is `absent`."""
+        return not self._expected.issuperset(absent)
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
         """Find out which ranks lack gradients for parameters that are missing somewhere and not yet reported."""

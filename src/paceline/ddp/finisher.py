@@ -22,11 +22,10 @@ from paceline.core.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch
 from paceline.core.torch_internals import is_profiling, multiply_each
 from paceline.ddp.buckets import Bucket
 from paceline.ddp.channel import Channel, Launched
-from paceline.ddp.digest import Notes
+from paceline.ddp.control_block import Notes
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.weights import WEIGHTED, compute_correction, compute_scale
 
-CONTROL_EXCHANGE = "exchange of control blocks"
 BUCKET_REDUCTION = "all-reduce of gradient bucket"
 _LARGE_BYTES = 64 * 1024
 """Bucket size in bytes above which a pass over the bucket takes longer than launching another operation."""
@@ -57,8 +56,8 @@ class Finisher(Protocol):
     def launch(self, bucket: Bucket, number: int) -> Launched:
         """Start communicating a bucket; `number` is its index in launch order."""
 
-    def wait(self, buckets: Sequence[Launched], block: Launched | None) -> None:
-        """Wait for the results of :meth:`launch` in launch order, then for the control block unless it is None."""
+    def wait(self, buckets: Sequence[Launched]) -> None:
+        """Wait for the results of :meth:`launch` in launch order."""
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the sums in the buckets into averages."""
@@ -115,19 +114,17 @@ class AllReduce(Finisher):
             launched.get_future().add_done_callback(lambda _: recorder.mark(DONE, number))
         return launched
 
-    def wait(self, buckets: Sequence[Launched], block: Launched | None) -> None:
-        """Wait for the buckets in the order of launch, then for the block."""
+    def wait(self, buckets: Sequence[Launched]) -> None:
+        """Wait for the buckets in the order of launch."""
         wait = self._channel.wait
         box, is_recorded = recorder.box, recorder.on or is_profiling()
         # If only the black box records, all buckets share one context manager.
-        told = None if box is None or is_recorded else box.span(BUCKET_WAIT)
+        shared = None if box is None or is_recorded else box.span(BUCKET_WAIT)
         for number, launched in enumerate(buckets):
             if box is not None:
                 box.bucket = number
-            with recorder.span(BUCKET_WAIT, number) if is_recorded else told or NOT_RECORDED:
+            with recorder.span(BUCKET_WAIT, number) if is_recorded else shared or NOT_RECORDED:
                 wait(launched, BUCKET_REDUCTION, number)
-        if block is not None:
-            wait(block, CONTROL_EXCHANGE)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Scale the sums to means, and correct existing means if ranks have different weights."""

@@ -1,6 +1,13 @@
 """Steps inside ``join``: ranks with data announce each collective to ranks that have run out.
 
-Decision 0008 says why; :mod:`paceline.ddp.joined_steps` defines the messages.
+A message is one int64 vector, reduced to its maximum over the ranks in a separate collective:
+
+    [ event, layer, code | the same negated | wrapper, negated | 1 for each rank that has data ]
+
+The maximum of a negated number gives the minimum, which reveals any difference between ranks. A rank that has run out
+of data contributes numbers that are smaller than any message's.
+
+Decision 0008 says why.
 """
 
 from __future__ import annotations
@@ -24,17 +31,6 @@ from paceline.ddp.backward import Backward
 from paceline.ddp.channel import Channel
 from paceline.ddp.extension_points import Extension
 from paceline.errors import DesyncError, UsageError
-
-# Events inside ``join``: ranks with data announce the next collective to ranks that have run out.
-#
-# One int64 vector, reduced to its maximum over the ranks in a separate collective:
-#
-#     [ event, layer, code | the same negated | wrapper, negated | 1 for each rank that has data ]
-#
-# The maximum of a negated number gives the minimum, which reveals any difference between ranks. A rank that has run out
-# of data contributes numbers that are smaller than any message's. The functions in this module do not communicate; they
-# work on plain values.
-
 
 NOTHING = -(2**62)
 """Smaller than any number in a message, negated or not, so a message always determines the maximum."""
@@ -151,10 +147,6 @@ class JoinedSteps(Extension):
     present: Sequence[int]
     """The ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
 
-    launches_at_end: Callable[[bool], bool] = staticmethod(bool)
-    """Function that returns whether buckets are launched after backward; its argument is whether ranks without data
-    follow."""
-
     def __init__(self, wrapper: Joinable, channel: Channel, module: Callable[[], nn.Module]) -> None:
         self._wrapper = weakref.ref(wrapper)  # weak, because the wrapper holds this object
         self.channel, self._module = channel, module
@@ -163,10 +155,6 @@ class JoinedSteps(Extension):
     def enable(self, enabled: bool) -> None:
         self.enabled = enabled
         self.mark_stale()
-
-    def close(self) -> None:
-        """Drop the function that refers back to the reducer."""
-        self.launches_at_end = bool
 
     def is_active(self) -> bool:
         return self.enabled
@@ -183,7 +171,7 @@ class JoinedSteps(Extension):
         # A rank without data has no gradients to base a decision on, so blocks are always exchanged and read in
         # backward.
         backward.sends_block = backward.reads_in_backward = True
-        backward.launches_at_end = self.launches_at_end(self.announce(Event.BACKWARD))
+        backward.is_shadowed = self.announce(Event.BACKWARD)
 
     def begin_local(self) -> None:
         """Announce the end of the step after a local backward pass."""

@@ -13,10 +13,18 @@ from torch import Tensor, nn
 from paceline.core import data_position
 from paceline.core.spans import recorder
 from paceline.core.torch_internals import current_task, queue_callback
-from paceline.ddp.control_block import Status
-from paceline.ddp.digest import OptimizerSettings
-from paceline.ddp.kept_gradients import KeptGradients, LocalGradients
-from paceline.ddp.weights import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED, Block, Blocks, MistakenMeans
+from paceline.ddp.control_block import OptimizerSettings, Status
+from paceline.ddp.weights import (
+    BY_SLICE,
+    UNCOUNTED,
+    UNWEIGHTED,
+    WEIGHTED,
+    Block,
+    Blocks,
+    KeptGradients,
+    LocalGradients,
+    MistakenMeans,
+)
 
 
 class Ledger:

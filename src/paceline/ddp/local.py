@@ -29,12 +29,11 @@ from paceline.ddp.backward import Forward
 from paceline.ddp.connection import Replica
 from paceline.ddp.control_block import non_finite
 from paceline.ddp.extensions import CHECK_FINITE, Magnitudes, cannot_capture
-from paceline.ddp.kept_gradients import multiply
 from paceline.ddp.module_changes import Named, OnChange, Trained
 from paceline.ddp.options import check_averaged
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.shared_parameters import NOTHING_SHARED, Sharing
-from paceline.ddp.weights import UNWEIGHTED, WEIGHTED, Block, compute_scale
+from paceline.ddp.weights import UNWEIGHTED, WEIGHTED, Block, compute_scale, multiply_gradients
 from paceline.errors import DesyncError
 
 
@@ -170,7 +169,7 @@ class LocalEngine:
             pairs = enumerate(self._trained.parameters)
             averaged = (parameter for index, parameter in pairs if index not in self._share.averaged_elsewhere)
             weighted = [parameter for parameter in averaged if parameter.grad is not None]
-            multiply(weighted, compute_scale(self._ledger.notes))
+            multiply_gradients(weighted, compute_scale(self._ledger.notes))
         self._ledger.synchronized()
         self._ledger.stop_agreed = self._ledger.status.asks_to_stop
         # p.grad already holds this wrapper's average, so only averages that were set aside are added.
@@ -206,7 +205,7 @@ class LocalEngine:
             self._inspect_module()  # first, so that the reducer creates buckets for the module's current parameters
             self._reducer = self._connect()
             assert self._reducer is not None, "the wrapper is gone"
-            self._reducer.sync_enabled = self.sync_enabled
+            self._reducer.set_sync(self.sync_enabled)
             self.close()  # otherwise it would count as another wrapper with the same parameters
         return self._reducer
 

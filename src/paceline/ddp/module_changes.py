@@ -32,9 +32,6 @@ from paceline.ddp.options import InitSync, check_averaged
 from paceline.ddp.sparse import sparse_by_layer
 from paceline.errors import ReplicaMismatch, UsageError
 
-# Initial synchronization: compares parameters by name, shape and dtype, then makes their values equal.
-
-
 NamedTensors = Sequence[tuple[str, Tensor]]
 
 

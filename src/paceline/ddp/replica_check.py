@@ -31,8 +31,7 @@ from paceline.core.missing_ranks import named_ranks
 from paceline.core.torch_distributed import local_of
 from paceline.ddp.backward import Backward
 from paceline.ddp.channel import Channel, Pausing
-from paceline.ddp.control_block import Status
-from paceline.ddp.digest import find_difference
+from paceline.ddp.control_block import Status, find_difference
 from paceline.ddp.extension_points import Exchanged, Extension
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.options import check_synchronized

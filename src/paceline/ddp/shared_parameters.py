@@ -23,11 +23,9 @@ from torch import Tensor
 from paceline.core.torch_internals import current_task
 from paceline.ddp.backward import Backward
 from paceline.ddp.extension_points import Extension
-from paceline.ddp.kept_gradients import Seen
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.module_changes import Trained
-from paceline.ddp.reducer import Reducer
-from paceline.ddp.weights import WEIGHTED
+from paceline.ddp.weights import WEIGHTED, Seen
 from paceline.errors import UsageError
 
 
@@ -276,26 +274,33 @@ _sharings: WeakSet[Sharing] = WeakSet()
 
 
 class SharedParameters(Extension):
-    """Makes a reducer average common parameters only once, and add its averages to other wrappers' averages."""
+    """Makes a reducer average common parameters only once, and add its averages to other wrappers' averages.
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
+    Args:
+        trained: the wrapper's parameters.
+        ledger: the wrapper's ledger.
+        ranks: the global ranks that the wrapper averages over.
+    """
+
+    def __init__(self, trained: Trained, ledger: Ledger, ranks: Sequence[int]) -> None:
+        self._trained, self._ledger, self._ranks = trained, ledger, ranks
         self._share = NOTHING_SHARED
         self._make_sharing()
 
     def _make_sharing(self) -> None:
-        reducer = self._reducer
-        self._sharing = Sharing(reducer.trained, reducer.ledger, reducer.channel.members, self._note_partners)
-        reducer.averages.left_to_others = lambda: self._sharing.left_to_others
-        self._note_partners()
-
-    def _note_partners(self) -> None:
-        self._reducer.common = self._sharing.common
-        self.mark_stale()
+        self._sharing = Sharing(self._trained, self._ledger, self._ranks, lambda: self.mark_stale())
 
     def is_active(self) -> bool:
         """Return whether another live wrapper shares parameters with this one."""
         return bool(self._sharing)
+
+    def common(self) -> Collection[int]:
+        """Return the parameters that other live wrappers also have."""
+        return self._sharing.common
+
+    def left_to_others(self) -> Collection[int]:
+        """Return the parameters that another wrapper averaged last."""
+        return self._sharing.left_to_others
 
     def other_wrapper_in_backward(self) -> bool:
         """Return whether another wrapper with common parameters is in a backward pass."""
@@ -313,12 +318,12 @@ class SharedParameters(Extension):
 
     def has_report(self, backward: Backward) -> bool:
         """Tell the other wrappers which common parameters lack a gradient here; always requires control blocks."""
-        if not self._sharing:  # a garbage-collected wrapper does not call _note_partners()
-            self._note_partners()
+        if not self._sharing:  # a garbage-collected wrapper does not report that it is gone
+            self.mark_stale()
         for index in self._sharing.common & backward.out_of_bucket.keys():
             # The backward state now holds the gradient. If it stayed in p.grad, another wrapper would treat it as its
             # own.
-            self._reducer.trained.parameters[index].grad = None
+            self._trained.parameters[index].grad = None
         # Another wrapper averages these but has no gradient either, so p.grad may end up as None.
         lacking = [index for index in self._share.averaged_elsewhere if self._sharing.lacks(index, self._share)]
         backward.absent = [*backward.absent, *lacking]
@@ -327,7 +332,7 @@ class SharedParameters(Extension):
 
     def show(self, backward: Backward, averages: list[Tensor | None]) -> None:
         """Add the averages of common parameters to other wrappers' averages."""
-        parameters = self._reducer.trained.parameters
+        parameters = self._trained.parameters
         common = self._sharing.common | self._share.set_aside.keys()  # other wrappers may have been deleted by now
         self._sharing.show({index: averages[index] for index in common}, self._share)
         for index in common:
@@ -354,6 +359,5 @@ class SharedParameters(Extension):
         self._sharing._shown = shown
 
     def close(self) -> None:
-        """Stop sharing parameters, and drop the function that refers back to this object."""
+        """Stop sharing parameters."""
         self._sharing.close()
-        self._reducer.averages.left_to_others = frozenset

@@ -131,14 +131,14 @@ class StepGuard:
     def has_peers(self) -> bool:
         return self._ledger.has_peers
 
-    def refuse(self, stranger: Stranger, optimizer: Optimizer) -> None:
-        """Refuse a step of `optimizer` if `stranger` got a gradient in this wrapper's latest backward pass."""
-        if not (self.has_peers and stranger.task == self._ledger.task != -1):
+    def refuse(self, unknown: UnknownParameter, optimizer: Optimizer) -> None:
+        """Refuse a step of `optimizer` if `unknown` got a gradient in this wrapper's latest backward pass."""
+        if not (self.has_peers and unknown.task == self._ledger.task != -1):
             return
-        parameter: Tensor = optimizer.param_groups[stranger.group]["params"][stranger.place]
+        parameter: Tensor = optimizer.param_groups[unknown.group]["params"][unknown.place]
         if parameter.grad is not None and id(parameter) not in _known():
             raise UsageError(
-                f"optimizer.step() found a gradient of parameter {stranger.place} of group {stranger.group} of "
+                f"optimizer.step() found a gradient of parameter {unknown.place} of group {unknown.group} of "
                 f"{type(optimizer).__name__}, of shape {tuple(parameter.shape)}, which is not averaged by any "
                 "DistributedDataParallel, although it comes from a backward through the model; register the parameter "
                 "in the wrapped module (and name it in module._ddp_params_and_buffers_to_ignore if ranks should keep "
@@ -154,7 +154,7 @@ class StepGuard:
         return any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"])
 
 
-class Stranger:
+class UnknownParameter:
     """An optimizer's parameter that no wrapper knew at the optimizer's first step; see :meth:`StepGuard.refuse`.
 
     Its gradient may come from a backward pass that does not involve any wrapper; the id of the graph task tells.
@@ -174,10 +174,10 @@ def _known() -> set[int]:
     return set().union(*(guard.known() for guard in list(_guards())))
 
 
-def _find_strangers(optimizer: Optimizer) -> list[Stranger]:
+def _find_unknown(optimizer: Optimizer) -> list[UnknownParameter]:
     known_ids = _known()
     return [
-        Stranger(number, place, parameter)
+        UnknownParameter(number, place, parameter)
         for number, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in known_ids
@@ -192,8 +192,8 @@ def _guards() -> WeakSet[StepGuard]:
     middle of a step, while torch iterates over the hooks.
     """
     guards: WeakSet[StepGuard] = WeakSet()
-    # For each optimizer, its parameter count at the last search for strangers, and the strangers found then.
-    strangers: WeakKeyDictionary[Optimizer, tuple[int, list[Stranger]]] = WeakKeyDictionary()
+    # For each optimizer, its parameter count at the last search for unknown parameters, and those found then.
+    unknown: WeakKeyDictionary[Optimizer, tuple[int, list[UnknownParameter]]] = WeakKeyDictionary()
 
     @never_compiled
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,13 +201,13 @@ def _guards() -> WeakSet[StepGuard]:
         has_closure = callable(closure)
         for guard in list(guards):
             guard.before(optimizer, has_closure=has_closure)
-        count, previous = strangers.get(optimizer, (-1, []))
+        count, previous = unknown.get(optimizer, (-1, []))
         if count == (size := sum(map(len, map(_params, optimizer.param_groups)))):
-            for stranger in previous:
+            for parameter in previous:
                 for guard in list(guards):
-                    guard.refuse(stranger, optimizer)
+                    guard.refuse(parameter, optimizer)
         elif any(guard.has_peers for guard in list(guards)):
-            strangers[optimizer] = size, _find_strangers(optimizer)
+            unknown[optimizer] = size, _find_unknown(optimizer)
         return _with_check(optimizer, closure, args, kwargs) if has_closure else None
 
     @never_compiled

@@ -256,7 +256,7 @@ class TorchMembers:
 
     def will_sync_module_buffers(self) -> bool:
         """Return whether forward passes in training mode synchronize buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and len(self._replica.buffers) > 0
+        return self._replica.buffers.are_broadcast_by(self)
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         return self.will_sync_module_buffers()

@@ -33,18 +33,6 @@ from paceline.ddp.reducer import Reducer
 from paceline.ddp.running_statistics import SliceStatistics
 from paceline.errors import UsageError
 
-# Buffers that a forward pass changes, with virtual ranks: each slice begins with the values from before the step.
-#
-#     before ──► slice 0 ──► kept
-#     before ──► slice 1 ──► dropped          after the step, on every rank: the buffers of slice 0
-#     before ──► slice 2 ──► dropped
-#
-# A module with such buffers (spectral norm, a moving average, a counter) therefore trains as it would on as many ranks
-# as
-# there are slices, with one slice per rank, and ends the step with rank 0's buffers. BatchNorm's statistics are added
-# up
-# instead (:mod:`.statistics`).
-
 
 class SavedBuffers:
     """A snapshot of the buffers of `module`.
@@ -78,7 +66,15 @@ class SavedBuffers:
 class SliceBuffers:
     """The buffers of one wrapper's module during a step, except the buffers that `statistics` adds up.
 
-    A rank with only one slice per step makes no copies, because rank 0's buffers are broadcast anyway.
+    Each slice begins with the values from before the step::
+
+        before ──► slice 0 ──► kept
+        before ──► slice 1 ──► dropped          after the step, on every rank: the buffers of slice 0
+        before ──► slice 2 ──► dropped
+
+    A module with buffers that a forward pass changes (spectral norm, a moving average, a counter) therefore trains as
+    it would on as many ranks as there are slices, with one slice per rank, and ends the step with rank 0's buffers. A
+    rank with only one slice per step makes no copies, because rank 0's buffers are broadcast anyway.
     """
 
     def __init__(self, watch: ModuleWatch, statistics: SliceStatistics, sync: BufferSync) -> None:
@@ -219,7 +215,14 @@ class VirtualRanks(Extension):
             self._add(self._take())
             ledger.gradients_are_set_aside = True
         self.number, self._filled = number, filled
-        self._reducer.sync_enabled = self._is_last = number in filled[-1:] or not filled
+        self._is_last = number in filled[-1:] or not filled
+        self._reducer.set_sync(self._is_last)
+
+    def begin_repeat(self) -> None:
+        """Begin a repetition of a slice, whose results do not count."""
+        self.is_repeat = True
+        self.statistics.begin_repeat()
+        self._reducer.set_sync(False)
 
     def end_step(self) -> None:
         """Raise if the last slice skipped its backward pass, because the other slices' gradients would be lost."""
@@ -287,7 +290,7 @@ class VirtualRanks(Extension):
                 "loader), and add up the losses of a slice before its one backward()"
             )
         if backward.is_shared:
-            name = self._reducer.trained.names[min(self._reducer.common, default=0)]
+            name = self._reducer.trained.names[min(self._reducer.extensions.common(), default=0)]
             raise UsageError(
                 f"rank {rank}: virtual_ranks={self.count} cannot sum the gradient of {name!r}, which another wrapper "
                 "also has; wrap one module that contains both, or delete the other wrapper"

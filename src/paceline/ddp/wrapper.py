@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from paceline.core import failpoints
 from paceline.core.data_position import SKIP, emptied, short, taken
 from paceline.core.device_streams import is_capturing
 from paceline.core.digests import quick_digest
-from paceline.core.failpoints import strike
 from paceline.core.rng import derive_seed
 from paceline.core.spans import FORWARD, recorder
 from paceline.core.torch_distributed import move_inputs
@@ -626,7 +626,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
         watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient
-        self._guard = StepGuard(*watched, while_alive(engine.read_late), self._replica.all_parameters)
+        self._guard = StepGuard(*watched, engine.read_late, self._replica.all_parameters)
 
     def _adopt_parameters(self, named: Named, averaged: bool) -> None:
         """Guard optimizer steps over `named`, which includes new parameters; synchronize them if `averaged`."""
@@ -677,7 +677,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _begin_forward(self) -> bool:
         """Prepare a forward pass on all ranks; returns whether it counts only if its backward pass is averaged."""
         # 1. forward begins: buffers are synchronized if due
-        strike("forward")
+        if failpoints.orders:
+            failpoints.strike("forward")
         if not self.training or (connection := self._connection) is None:
             return False
         if (ledger := self._replica.ledger).synchronizations >= ledger.compare_at:

@@ -93,5 +93,5 @@ def test_decisions_are_logged(world: World, caplog: pytest.LogCaptureFixture) ->
     model(torch.ones(2, 4)).sum().backward()
     records = [f"{record.name}: {record.getMessage()}" for record in caplog.records]
     assert f"paceline.ddp.channel: rank {world.rank}: gradients travel through shared memory" in records
-    order = "paceline.ddp.exchange: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
+    order = "paceline.ddp.reducer: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
     assert order % world.rank in records

@@ -19,7 +19,6 @@ from paceline.core.spans import recorder
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.control_block import ControlBlock, Status
-from paceline.ddp.digest import StatusDigest, width
 from paceline.ddp.exchange import USUAL_STEPS
 from paceline.ddp.joined_steps import Event, Message, decode, encode, event_number
 from paceline.ddp.weights import UNWEIGHTED, WEIGHTED, compute_scale
@@ -36,7 +35,7 @@ def read_digests(positions: list[tuple[int, ...] | None], dtype: torch.dtype, fa
     """Return whether each rank reads agreement from the tails of these positions, summed and scaled."""
     size = len(positions)
     digests = [StatusDigest(rank, size) for rank in range(size)]
-    tails = [torch.full((width(size),), 7.0, dtype=dtype) for _ in range(size)]  # from the previous step
+    tails = [torch.full((tail_width(size),), 7.0, dtype=dtype) for _ in range(size)]  # from the previous step
     for digest, tail, position in zip(digests, tails, positions, strict=True):
         digest.write(tail, position, 0.0)
     total = torch.stack(tails).sum(0) * factor
@@ -62,7 +61,7 @@ def test_digests_agree_only_for_equal_positions(dtype: torch.dtype, factor: floa
 @pytest.mark.parametrize("weights", [[1.0, 2.0, 3.0], [0.1, 1e300, 5e-324]])
 def test_weights_are_read_exactly(dtype: torch.dtype, weights: list[float]) -> None:
     digests = [StatusDigest(rank, SIZE) for rank in range(SIZE)]
-    tails = [torch.full((width(SIZE),), 7.0, dtype=dtype) for _ in range(SIZE)]
+    tails = [torch.full((tail_width(SIZE),), 7.0, dtype=dtype) for _ in range(SIZE)]
     for digest, tail, weight in zip(digests, tails, weights, strict=True):
         digest.write(tail, (3, 4), weight)
     for digest in digests:

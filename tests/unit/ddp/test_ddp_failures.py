@@ -19,7 +19,7 @@ from models import Trip
 from paceline.core.torch_internals import GraphTask, queue_callback
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel, local
-from paceline.ddp import step as steps
+from paceline.ddp import reducer as steps
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
 from ranks import Ranks
 from twins import Pools, same_gradients

@@ -25,7 +25,7 @@ from models import Trip
 from paceline.core.torch_internals import queue_callback
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp import step as steps
+from paceline.ddp import reducer as steps
 from paceline.ddp.channel import TEST_HOST_CHANNEL
 from paceline.ddp.control_block import ControlBlock
 from paceline.ddp.exchange import USUAL_STEPS, LateReading
