@@ -7,7 +7,7 @@ device tensor and a tensor known to be on the host.
     with DeviceWatch() as watch:
         watch.on_device(parameters)
         ...
-    watch.stops     # such as "item at ddp/step.py:180 launch"
+    watch.stops     # such as "item at ddp/reducer.py:180 _launch"
 
 Waiting for a number sent to the host earlier is allowed if more work was queued after it, because the device stays
 busy meanwhile.

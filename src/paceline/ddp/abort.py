@@ -20,7 +20,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from paceline.core.torch_internals import current_task, has_ended
-from paceline.ddp.backward import Backward, Phase
+from paceline.ddp.backward import Backward, Forward, Phase
 from paceline.ddp.extension_points import Extensions
 from paceline.ddp.finisher import Finisher
 from paceline.ddp.module_changes import Trained
@@ -46,14 +46,11 @@ class Member(Protocol):
     def follow_module(self) -> None:
         """Switch to the module's current parameters once all ranks agree on them."""
 
-    def begin_early(self) -> None:
-        """Begin although the backward pass reached another wrapper first, so that an exception also ends it here."""
+    def begin_in_graph_task(self, forward: Forward | None) -> None:
+        """Begin a backward pass of `forward`; None if the backward pass reached another wrapper first."""
 
     def advance(self) -> bool:
         """Run the end of the backward pass up to its next pause; returns whether to continue immediately."""
-
-    def resync_aborted(self) -> None:
-        """Run the collectives that other ranks still wait for after an exception ended a backward pass here."""
 
     def complete(self) -> None:
         """Run the end of the backward pass without pauses."""
@@ -170,7 +167,7 @@ def begin_others(first: Member) -> None:
     """Begin every other wrapper that the backward pass in progress will reach."""
     for member in _in_order():
         if member is not first and member.is_expected():
-            member.begin_early()
+            member.begin_in_graph_task(None)
 
 
 def in_turn(member: Member) -> Member:

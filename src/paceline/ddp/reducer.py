@@ -181,12 +181,12 @@ class Reducer:
             and not torch.is_grad_enabled()  # create_graph=True
             and any(map(_requires_grad, self.trained.originals))  # else gradients only pass through the module
         ):
-            self.begin_all(forward)
+            self._begin_all(forward)
             self.forwards.backward_began(forward)
         else:
-            self.start_unusual_backward(forward)
+            self._begin_unusual(forward)
 
-    def begin_all(self, forward: Forward | None) -> None:
+    def _begin_all(self, forward: Forward | None) -> None:
         """Begin a backward pass run by autograd, in this wrapper and in all others that it will reach."""
         if unfinished:
             self.resync_aborted()
@@ -197,7 +197,11 @@ class Reducer:
                 abort.begin_others(self)
 
     def begin_in_graph_task(self, forward: Forward | None) -> None:
-        """Begin a backward pass, and register its end as a callback of autograd's graph task."""
+        """Begin a backward pass, and register its end as a callback of autograd's graph task.
+
+        `forward` is None if the backward pass has not reached an output of this wrapper: only a gradient revealed it,
+        or it reached another wrapper first, and this one begins early so that an exception also ends it here.
+        """
         if self.watch.detect() is not None:
             abort.follow_modules(self)
         ledger, is_empty = self.ledger, self.forwards.may_be_empty and self.forwards.are_empty()
@@ -254,7 +258,7 @@ class Reducer:
         """Launch the buckets that are now full; called when a gradient has been accumulated into parameter `index`."""
         backward = self.backward
         if backward is None or backward.phase is not Phase.LAUNCHING:
-            self.handle_stray_gradient(index, parameter)
+            self._begin_at_gradient(index, parameter)
             return
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
@@ -411,7 +415,7 @@ class Reducer:
 
     # -- 3. in unusual ways ---------------------------------------------------------------------------------
 
-    def start_unusual_backward(self, forward: Forward | None) -> None:
+    def _begin_unusual(self, forward: Forward | None) -> None:
         """Handle another output, ``no_sync``, derivatives, or the first backward pass after an exception."""
         abort.notice_exception(self)  # first, because `is_under_way` may still refer to the previous pass
         if self.forwards.ignored is not None and self.forwards.are_ignored():
@@ -420,7 +424,7 @@ class Reducer:
             self.ledger.backward_goes_on(None if forward is None else forward.block)
         elif self._accumulates():
             if self.sync_enabled:
-                self.begin_all(forward)
+                self._begin_all(forward)
             else:
                 self._begin_local(forward)
         if not torch.is_grad_enabled():
@@ -455,7 +459,7 @@ class Reducer:
             if len(abort.members) > 1:
                 abort.begin_others(self)
 
-    def handle_stray_gradient(self, index: int, parameter: Tensor) -> None:
+    def _begin_at_gradient(self, index: int, parameter: Tensor) -> None:
         """Begin a backward pass if a gradient arrives before any output hook has run and a forward pass is pending.
 
         Gradients of parameters without a hook that arrived earlier are found when the remaining buckets are launched.
@@ -494,10 +498,6 @@ class Reducer:
             return False
         common = self.extensions.common()
         return self._accumulators.are_reached(common) or Accumulators(self._new_parameters()).are_reached(())
-
-    def begin_early(self) -> None:
-        """Begin although the backward pass reached another wrapper first, so that an exception also ends it here."""
-        self.begin_in_graph_task(None)
 
     def _detect_change(self) -> Change | None:
         """Return the module's change and guard optimizer steps on its new parameters; None without new parameters."""
