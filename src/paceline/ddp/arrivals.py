@@ -268,7 +268,7 @@ class Arrivals:
     def close(self) -> None:
         """Remove all hooks from the parameters, and drop the reference to the function they called."""
         self._set_hooks(frozenset())
-        self._hook = _nothing  # it references the reducer
+        self._hook = lambda _index, _parameter: None  # it references the reducer
 
     def _plan_hooks(self) -> None:
         """Decide which parameters each bucket waits for, and whose hook reports it."""
@@ -294,7 +294,3 @@ class Arrivals:
 
 class ArrivalHook(partial[None]):
     """One of our post-accumulate-grad hooks; its class distinguishes it from users' hooks."""
-
-
-def _nothing(_index: int, _parameter: Tensor) -> None:
-    """A no-op that replaces the hook after :meth:`Arrivals.close`."""

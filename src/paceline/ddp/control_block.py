@@ -276,10 +276,6 @@ class ControlBlock:
         asks = statuses[0].asks_to_stop or statuses[0].compares
         return _agree(statuses) and not asks and self.is_without_surprise(statuses[:1])
 
-    def _marked(self, section: int) -> list[int]:
-        marks = self.vector[section * self.count : (section + 1) * self.count]
-        return marks.nonzero().flatten().tolist()
-
     def check(self, statuses: Sequence[Status]) -> None:
         """Raise on every rank if a gradient is not finite or if numbers that must be equal differ between ranks."""
         # A source of -1 means that the data comes from another loader, which may not split it over the ranks.
@@ -312,7 +308,7 @@ class ControlBlock:
                 "ranks inside; use model.weight() for every micro-batch on every rank, or for none; without data, call "
                 "optimizer.zero_grad() before model.sync_gradients()"
             )
-        if bad := self._marked(1):
+        if bad := self.vector[self.count : 2 * self.count].nonzero().flatten().tolist():
             where = [rank for rank, status in enumerate(statuses) if status.non_finite]
             raise non_finite(where, [self.names[index] for index in bad], self.count)
 

@@ -116,7 +116,13 @@ class EarlyAverages:
         # used.
         all_used = sum(map(_version_of, self._parameters)) != self._updates or have_unscaled()
         used = [index for index in sorted(unfinished) if all_used or self._was_changed(index)]
-        return self._error(used[0]) if used else None
+        if not used:
+            return None
+        return UsageError(
+            f"rank {self._rank}: the gradient of {self._names[used[0]]!r} was changed or used before its "
+            "last part was added, which arrived after its bucket was reduced; call model.parameters() on "
+            "the wrapper before changing them, as in clip_grad_norm_(model.parameters(), 1.0): this waits for all parts"
+        )
 
     def complete(self, late: Collection[int], out_of_bucket: Mapping[int, Tensor]) -> None:
         """Publish the final averages of `late` and `out_of_bucket` gradients.
@@ -144,13 +150,6 @@ class EarlyAverages:
             return self._copies[index]
         pairs = zip(self._buckets.buckets, self._versions, strict=True)
         return next(version for bucket, version in pairs if index in bucket.indices)
-
-    def _error(self, index: int) -> UsageError:
-        return UsageError(
-            f"rank {self._rank}: the gradient of {self._names[index]!r} was changed or used before its "
-            "last part was added, which arrived after its bucket was reduced; call model.parameters() on "
-            "the wrapper before changing them, as in clip_grad_norm_(model.parameters(), 1.0): this waits for all parts"
-        )
 
 
 @class_never_compiled

@@ -29,10 +29,6 @@ from paceline.ddp.weights import WEIGHTED, Seen
 from paceline.errors import UsageError
 
 
-def _nothing() -> None:
-    """Ignore the call."""
-
-
 @dataclass(frozen=True)
 class Share:
     """One wrapper's common parameters in one backward pass, by index."""
@@ -63,7 +59,7 @@ class Sharing:
     """Parameters that another wrapper averaged last; the step guard of that wrapper is responsible for them."""
 
     def __init__(
-        self, trained: Trained, ledger: Ledger, ranks: Sequence[int], changed: Callable[[], None] = _nothing
+        self, trained: Trained, ledger: Ledger, ranks: Sequence[int], changed: Callable[[], None] = lambda: None
     ) -> None:
         self.is_active, self._changed = False, changed
         self.left_to_others = frozenset()
@@ -180,7 +176,7 @@ class Sharing:
             partner._partners.pop(self, None)
             partner._changed()
         self._partners.clear()
-        self._changed = _nothing
+        self._changed = lambda: None
 
     def _forget_dropped(self) -> None:
         """Forget other wrappers' backward passes under ``no_sync`` whose gradients were dropped."""
