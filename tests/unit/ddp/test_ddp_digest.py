@@ -18,7 +18,7 @@ from paceline.core.data_position import Origin
 from paceline.core.spans import recorder
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.control_block import ControlBlock, Status
+from paceline.ddp.control_block import ControlBlock, Status, StatusDigest, tail_width
 from paceline.ddp.exchange import USUAL_STEPS
 from paceline.ddp.joined_steps import Event, Message, decode, encode, event_number
 from paceline.ddp.weights import UNWEIGHTED, WEIGHTED, compute_scale
