@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm import algorithms
-from paceline.comm.algorithms import NAMES, bounds, build
+from paceline.comm.schedules import NAMES, bounds, build
 from paceline.core.world import World
 from threads import ThreadRanks
 from twins import Pools

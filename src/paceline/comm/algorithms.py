@@ -9,6 +9,10 @@ Each function takes a contiguous tensor of any shape and raises
                         the group, and on a rank that is not in the group
     DesyncError         if the ranks' arguments differ, or if another rank raised UsageError
     CommunicationError  if a rank ended or did not arrive in time
+
+To add an algorithm, write its schedule and name it in :mod:`paceline.comm.schedules`, and give it a function here. For
+``paceline bench``, name it in ``tools/bench/measure.py``. For ``paceline explain``, name it in
+``tools/explain/explain_command.py``, and say what to watch in ``HINTS`` of ``tools/explain/collectives.py``.
 """
 
 from __future__ import annotations
@@ -23,148 +27,17 @@ from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import reduce_into, supports
 from paceline.comm.operation_header import DTYPES
-from paceline.comm.schedules import NAMES, Schedule, Step, Transfer, bounds, build, elements, holdings
+from paceline.comm.schedules import Schedule, Transfer, bounds, build
 from paceline.comm.topology import host_number
 from paceline.core.missing_ranks import failed, named_ranks, ranks_by_value
 from paceline.core.torch_distributed import get_default_group, get_known_groups
 from paceline.errors import DesyncError, PacelineError, UsageError, WorldError
 
-# The ranks of a group: messages between them, and the comparison of their arguments before a collective begins.
-
-
+SUM = ReduceOp.SUM
 TAG = 5202
 """Tag that separates our messages from the user's own sends on the same group."""
-
-
 _CALL_BYTES = 256
 """Size of a rank's description of its call, padded with zeros."""
-
-
-class Members:
-    """The ranks of a group, as seen from this rank. Ranks are numbered within the group, from 0 to size − 1."""
-
-    def __init__(self, group: Any = None) -> None:
-        if group is None:
-            if not dist.is_initialized():
-                raise WorldError("no process group exists yet; call paceline.init() first, or pass group=")
-            group = get_default_group()
-        if group == dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
-            who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
-            raise UsageError(f"{who} is not in the group; call the collective only on the group's ranks")
-        self._group = group
-        self.rank: int = group.rank()
-        self.size: int = group.size()
-        is_registered = group in get_known_groups()  # a bare ProcessGroupGloo is not registered
-        self.world_ranks: list[int] = dist.get_process_group_ranks(group) if is_registered else list(range(self.size))
-        """The members' global ranks, which error messages use."""
-
-    @property
-    def name(self) -> str:
-        """Name of this rank in error messages."""
-        return f"rank {self.world_ranks[self.rank]}"
-
-    def carries(self, device: torch.device) -> bool:
-        """Return whether the group can send tensors on `device`; Gloo sends only CPU tensors."""
-        try:
-            backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
-        except RuntimeError:  # the group has no backend for such tensors
-            return False
-        return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
-
-    def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> tuple[Any, Any]:
-        """Start these messages, each to or from a rank of the group; return the receive works and the send works."""
-        if any(not tensor.is_cpu for tensor, _ in (*sends, *receives)):
-            # One batch, because with NCCL two ranks that each send first would wait for each other.
-            batch = [self._operation(dist.irecv, tensor, place) for tensor, place in receives]
-            batch += [self._operation(dist.isend, tensor, place) for tensor, place in sends]
-            works = dist.batch_isend_irecv(batch)
-            return works, ()
-        # Use the group's methods, because torch.distributed's functions do not know a bare ProcessGroupGloo.
-        incoming = [self._group.recv([tensor], place, TAG) for tensor, place in receives]
-        return incoming, [self._group.send([tensor], place, TAG) for tensor, place in sends]
-
-    def _operation(self, verb: Any, tensor: Tensor, place: int) -> dist.P2POp:
-        return dist.P2POp(verb, tensor, group=self._group, tag=TAG, group_peer=place)
-
-    def agree(self, call: str, host: int, device: torch.device) -> Sequence[str]:
-        """Compare the `call` that all members describe before any part of a tensor is sent; return each `host`.
-
-        An empty `call` says that this rank rejects its arguments, and will raise an error.
-        """
-        if self.size == 1:
-            return [str(host)]
-        text = f"{host} {call}".encode().ljust(_CALL_BYTES, b"\0")
-        sent = torch.tensor(list(text), dtype=torch.uint8, device=device)
-        received = [torch.empty_like(sent) for _ in range(self.size)]
-        self.guard("agreement", lambda: self._group.allgather([received], [sent]).wait())
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in received]
-        hosts, _, calls = zip(*(text.partition(" ") for text in texts), strict=True)
-        ranks_by_call = ranks_by_value(zip(self.world_ranks, calls, strict=True))
-        if call and (refusing := ranks_by_call.get("")):
-            raise DesyncError(
-                f"{named_ranks(refusing)} refused its tensor or argument; see the error there"
-            ).because_of(refusing)
-        if call and len(ranks_by_call) > 1:
-            difference = ", ".join(f"{text} on {named_ranks(ranks)}" for text, ranks in ranks_by_call.items())
-            raise DesyncError(f"ranks call different collectives: {difference}; call the same one on every rank")
-        return hosts
-
-    def guard(self, event: str, function: Callable[[], Any]) -> Any:
-        """Call `function`, and convert a backend failure into an error that names the `event`."""
-        try:
-            return function()
-        except PacelineError:
-            raise
-        except RuntimeError as error:
-            raise failed(event, self.world_ranks, self.world_ranks[self.rank], error) from error
-
-
-# Executes a schedule on this rank's tensor, step by step.
-#
-# All messages of a step are sent at the same time. Splitting them, to add one piece while the next is being sent, does
-# not help: with 2 ranks on 2 cores and 25 MB over Gloo, the ring took 22.5 ms with whole messages and 22.7 to 24.9 ms
-# with pieces of 256 KB to 8 MB, because the cores are busy copying in both cases.
-
-
-def execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.RedOpType = ReduceOp.SUM) -> None:
-    """Execute this rank's part of `schedule` in place on a flat contiguous tensor. All members call this together.
-
-    A message to be added is received into a scratch tensor, and a message to be copied is received directly into its
-    destination. For an average, the caller scales the sum.
-    """
-    members.guard(schedule.name, lambda: _execute(schedule, flat, members, op))
-
-
-def _execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.RedOpType) -> None:
-    def part(transfer: Transfer) -> Tensor:
-        return flat[bounds(flat.numel(), schedule.chunks, transfer.chunks.start, transfer.chunks.stop)]
-
-    messages = (transfer for step in schedule.steps for transfer in step if transfer.dst == members.rank)
-    summed = [part(transfer).numel() for transfer in messages if transfer.reduce]
-    # One tensor is enough for all steps, because each step adds its messages before the next one receives.
-    scratch = torch.empty(max(summed, default=0), dtype=flat.dtype, device=flat.device)
-    for sent, received in schedule.of(members.rank):
-        outgoing = [(piece, transfer.dst) for transfer in sent if (piece := part(transfer)).numel()]
-        incoming, sums = [], []
-        for transfer in received:  # one at most
-            target = part(transfer)
-            arrived = scratch[: target.numel()] if transfer.reduce else target
-            if target.numel():
-                incoming.append((arrived, transfer.src))
-            if transfer.reduce:
-                sums.append((target, arrived))
-        receives, sends = members.start(outgoing, incoming)
-        for work in receives:
-            work.wait()
-        for target, arrived in sums:
-            reduce_into([target], [target, arrived], op)
-        # Wait for the sends after the sums, which do not depend on them, but before the next step, which may overwrite
-        # the sent data.
-        for work in sends:
-            work.wait()
-
-
-SUM = ReduceOp.SUM
 
 
 def linear_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> None:
@@ -311,39 +184,122 @@ def _problem(
     return None
 
 
-# Collectives built from the send and receive of any process group; each one runs a schedule of messages.
-#
-# schedule.py     the schedule, and the chunks that each rank holds after each step
-# linear.py  tree.py  scatter.py  ring.py  halving.py  hierarchical.py     the algorithms: pure functions with their
-# laws
-# schedules.py    all schedules by name
-# participants.py the ranks of a group: messages between them, and the comparison of their arguments
-# execute.py      runs a schedule on a tensor
-# functions.py    the public functions
-#
-# To add an algorithm, write its schedule, name it in ``schedules.py``, and give it a function in ``functions.py``. For
-# ``paceline bench``, name it in ``tools/bench/measure.py``. For ``paceline explain``, name it in
-# ``tools/explain/explain_command.py``, and say what to watch in ``HINTS`` of ``tools/explain/collectives.py``.
+def execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.RedOpType = ReduceOp.SUM) -> None:
+    """Execute this rank's part of `schedule` in place on a flat contiguous tensor. All members call this together.
+
+    A message to be added is received into a scratch tensor, and a message to be copied is received directly into its
+    destination. For an average, the caller scales the sum.
+
+    All messages of a step are sent at the same time. Splitting them, to add one piece while the next is being sent,
+    does not help: with 2 ranks on 2 cores and 25 MB over Gloo, the ring took 22.5 ms with whole messages and 22.7 to
+    24.9 ms with pieces of 256 KB to 8 MB, because the cores are busy copying in both cases.
+    """
+    members.guard(schedule.name, lambda: _execute(schedule, flat, members, op))
 
 
-__all__ = [
-    "NAMES",
-    "Schedule",
-    "Step",
-    "Transfer",
-    "bounds",
-    "build",
-    "elements",
-    "halving_doubling_all_reduce",
-    "hierarchical_all_reduce",
-    "holdings",
-    "linear_broadcast",
-    "linear_reduce",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "ring_reduce_scatter",
-    "scatter_all_gather_broadcast",
-    "tree_all_reduce",
-    "tree_broadcast",
-    "tree_reduce",
-]
+def _execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.RedOpType) -> None:
+    def part(transfer: Transfer) -> Tensor:
+        return flat[bounds(flat.numel(), schedule.chunks, transfer.chunks.start, transfer.chunks.stop)]
+
+    messages = (transfer for step in schedule.steps for transfer in step if transfer.dst == members.rank)
+    summed = [part(transfer).numel() for transfer in messages if transfer.reduce]
+    # One tensor is enough for all steps, because each step adds its messages before the next one receives.
+    scratch = torch.empty(max(summed, default=0), dtype=flat.dtype, device=flat.device)
+    for sent, received in schedule.of(members.rank):
+        outgoing = [(piece, transfer.dst) for transfer in sent if (piece := part(transfer)).numel()]
+        incoming, sums = [], []
+        for transfer in received:  # one at most
+            target = part(transfer)
+            arrived = scratch[: target.numel()] if transfer.reduce else target
+            if target.numel():
+                incoming.append((arrived, transfer.src))
+            if transfer.reduce:
+                sums.append((target, arrived))
+        receives, sends = members.start(outgoing, incoming)
+        for work in receives:
+            work.wait()
+        for target, arrived in sums:
+            reduce_into([target], [target, arrived], op)
+        # Wait for the sends after the sums, which do not depend on them, but before the next step, which may overwrite
+        # the sent data.
+        for work in sends:
+            work.wait()
+
+
+class Members:
+    """The ranks of a group, as seen from this rank. Ranks are numbered within the group, from 0 to size − 1."""
+
+    def __init__(self, group: Any = None) -> None:
+        if group is None:
+            if not dist.is_initialized():
+                raise WorldError("no process group exists yet; call paceline.init() first, or pass group=")
+            group = get_default_group()
+        if group == dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+            who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
+            raise UsageError(f"{who} is not in the group; call the collective only on the group's ranks")
+        self._group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        is_registered = group in get_known_groups()  # a bare ProcessGroupGloo is not registered
+        self.world_ranks: list[int] = dist.get_process_group_ranks(group) if is_registered else list(range(self.size))
+        """The members' global ranks, which error messages use."""
+
+    @property
+    def name(self) -> str:
+        """Name of this rank in error messages."""
+        return f"rank {self.world_ranks[self.rank]}"
+
+    def carries(self, device: torch.device) -> bool:
+        """Return whether the group can send tensors on `device`; Gloo sends only CPU tensors."""
+        try:
+            backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
+        except RuntimeError:  # the group has no backend for such tensors
+            return False
+        return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
+
+    def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> tuple[Any, Any]:
+        """Start these messages, each to or from a rank of the group; return the receive works and the send works."""
+        if any(not tensor.is_cpu for tensor, _ in (*sends, *receives)):
+            # One batch, because with NCCL two ranks that each send first would wait for each other.
+            batch = [self._operation(dist.irecv, tensor, place) for tensor, place in receives]
+            batch += [self._operation(dist.isend, tensor, place) for tensor, place in sends]
+            works = dist.batch_isend_irecv(batch)
+            return works, ()
+        # Use the group's methods, because torch.distributed's functions do not know a bare ProcessGroupGloo.
+        incoming = [self._group.recv([tensor], place, TAG) for tensor, place in receives]
+        return incoming, [self._group.send([tensor], place, TAG) for tensor, place in sends]
+
+    def _operation(self, verb: Any, tensor: Tensor, place: int) -> dist.P2POp:
+        return dist.P2POp(verb, tensor, group=self._group, tag=TAG, group_peer=place)
+
+    def agree(self, call: str, host: int, device: torch.device) -> Sequence[str]:
+        """Compare the `call` that all members describe before any part of a tensor is sent; return each `host`.
+
+        An empty `call` says that this rank rejects its arguments, and will raise an error.
+        """
+        if self.size == 1:
+            return [str(host)]
+        text = f"{host} {call}".encode().ljust(_CALL_BYTES, b"\0")
+        sent = torch.tensor(list(text), dtype=torch.uint8, device=device)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self.guard("agreement", lambda: self._group.allgather([received], [sent]).wait())
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in received]
+        hosts, _, calls = zip(*(text.partition(" ") for text in texts), strict=True)
+        ranks_by_call = ranks_by_value(zip(self.world_ranks, calls, strict=True))
+        if call and (refusing := ranks_by_call.get("")):
+            raise DesyncError(
+                f"{named_ranks(refusing)} refused its tensor or argument; see the error there"
+            ).because_of(refusing)
+        if call and len(ranks_by_call) > 1:
+            difference = ", ".join(f"{text} on {named_ranks(ranks)}" for text, ranks in ranks_by_call.items())
+            raise DesyncError(f"ranks call different collectives: {difference}; call the same one on every rank")
+        return hosts
+
+    def guard(self, event: str, function: Callable[[], Any]) -> Any:
+        """Call `function`, and convert a backend failure into an error that names the `event`."""
+        try:
+            return function()
+        except PacelineError:
+            raise
+        except RuntimeError as error:
+            raise failed(event, self.world_ranks, self.world_ranks[self.rank], error) from error

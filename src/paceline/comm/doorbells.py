@@ -33,27 +33,27 @@ class Signals:
         self._peers = list(peers)
         self.progress = {peer.rank: Progress() for peer in peers}
         self.ended = set()
-        self._untold = 0
+        self._unannounced = 0
         """Value of the next ring: the operations posted and done since the previous ring."""
         self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._heard = {peer.ringing: self.progress[peer.rank] for peer in peers}
+        self._by_eventfd = {peer.ringing: self.progress[peer.rank] for peer in peers}
         """Progress of each peer, by the eventfd that it rings."""
-        self._rings = _poll_for(self._heard)
+        self._rings = _poll_for(self._by_eventfd)
         self._poll = _poll_for(self._alarms())
 
     def announce(self, posted: int = 0, done: int = 0) -> None:
         """Add to the numbers of posted and done operations that the next ring announces."""
-        self._untold += posted + (done << _DONE)
+        self._unannounced += posted + (done << _DONE)
 
     @property
-    def untold_done(self) -> int:
+    def unannounced_done(self) -> int:
         """Number of finished operations that the next ring will announce."""
-        return self._untold >> _DONE
+        return self._unannounced >> _DONE
 
     def ring(self) -> None:
         """Ring every peer if this rank has posted or done an operation since the last ring."""
-        if self._untold:
-            value, self._untold = self._untold, 0
+        if self._unannounced:
+            value, self._unannounced = self._unannounced, 0
             for peer in self._peers:
                 os.eventfd_write(peer.bell, value)
 
@@ -63,7 +63,7 @@ class Signals:
         rung = self._rings.poll(0)
         for descriptor, _ in rung:
             value = os.eventfd_read(descriptor)
-            progress = self._heard[descriptor]
+            progress = self._by_eventfd[descriptor]
             progress.posted += value & ((1 << _DONE) - 1)
             progress.done += value >> _DONE
         return bool(rung)

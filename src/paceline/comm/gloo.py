@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroupGloo, Store
 
+from paceline.core.host import reached
 from paceline.core.missing_ranks import CONNECTION_REMEDY, GRACE_S, missing_from, named_ranks, reason_of
 from paceline.core.stores import is_private
 from paceline.errors import CommunicationError
@@ -33,7 +34,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
         previous = own_sockets()
         group = ProcessGroupGloo(store, rank, size, timeout)
         if size > 1 and is_private(store):  # on one host
-            _check_no_stranger(own_sockets() - previous, names[rank])
+            _check_peers(own_sockets() - previous, names[rank])
         store.set(f"connected/{rank}", "")
         return group
     except CommunicationError:
@@ -41,21 +42,23 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
         store.set(f"connected/{rank}", "failed")
         raise
     except RuntimeError as error:
-        try:
+        limit, absent = reached(error), list[int]()
+        with suppress(RuntimeError):  # the store no longer exists
             store.set(f"connected/{rank}", "failed")
-            absent = [names[index] for index in missing_from(store, [f"connected/{r}" for r in range(size)], GRACE_S)]
-        except RuntimeError:
-            absent = []  # the store no longer exists
+            missing = [] if limit else missing_from(store, [f"connected/{r}" for r in range(size)], GRACE_S)
+            absent = [names[index] for index in missing]
         others = named_ranks(absent or [name for name in names if name != names[rank]])
+        failure = f"rank {names[rank]}: Gloo could not connect with {others}"
+        if limit:
+            raise CommunicationError(f"{failure} ({reason_of(error)}), because {limit}") from error
         reason = "ended meanwhile, or is stuck" if absent else "cannot be reached, or failed as well"
         raise CommunicationError(
-            f"rank {names[rank]}: Gloo could not connect with {others} within {timeout.total_seconds():g} s, which "
-            f"{reason} ({reason_of(error)}); {CONNECTION_REMEDY}"
+            f"{failure} within {timeout.total_seconds():g} s, which {reason} ({reason_of(error)}); {CONNECTION_REMEDY}"
         ).because_of(absent) from error
 
 
-def _check_no_stranger(sockets: set[int], name: int) -> None:
-    if (found := stranger(connections(), sockets, os.geteuid())) is not None:
+def _check_peers(sockets: set[int], name: int) -> None:
+    if (found := foreign_connection(connections(), sockets, os.geteuid())) is not None:
         port, user = found
         who = f"by user {user}" if user >= 0 else "by a process that has ended"
         raise CommunicationError(
@@ -102,7 +105,7 @@ def connections() -> list[Connection]:
     return lines
 
 
-def stranger(table: list[Connection], sockets: set[int], user: int) -> tuple[int, int] | None:
+def foreign_connection(table: list[Connection], sockets: set[int], user: int) -> tuple[int, int] | None:
     """Return a connection to one of the listening `sockets` that does not come from one of the `user`'s processes.
 
     Args:

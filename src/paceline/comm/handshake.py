@@ -144,7 +144,7 @@ class _Handshake:
         socket.send_fds(link.socket, [_HELLO.pack(link.secret, self._rank)], descriptors)
 
     def _receive(self, link: _Link) -> Peer | None:
-        """Read the message on `link`, answer a visitor's, and return the sender; None for a stranger."""
+        """Read the message on `link`, answer a visitor's, and return the sender; None for another process."""
         text, received, flags = b"", list[int](), 0
         try:
             with contextlib.suppress(ConnectionError, BlockingIOError):

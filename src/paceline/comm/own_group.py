@@ -70,8 +70,6 @@ def _open_on_cpu(
     if backend == OWN_BACKEND:
         from paceline.comm.process_group import create  # scripts that use another backend do not import it
 
-        # scripts that use another backend do not import it
-
         opened = create(place, group.rank(), group.size(), timeout, ranks, delegates=False)
         opened.own_name = name
         return opened

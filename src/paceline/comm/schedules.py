@@ -1,7 +1,8 @@
 """Schedules of collective algorithms: the messages of each step, and whether the receiver adds them.
 
 Each algorithm is a pure function that returns a :class:`Schedule`. The same value is executed
-(``execute.py``), costed (``cost.py``), drawn (``paceline explain``) and tested.
+(:mod:`paceline.comm.algorithms`), costed (:class:`Model`), drawn (``paceline explain``) and tested. In the docstrings,
+p is the number of ranks, and n the number of bytes of a tensor.
 
 A schedule follows these rules:
 
@@ -117,29 +118,27 @@ def backwards(steps: Iterable[Step]) -> list[Step]:
     ]
 
 
-# The alpha-beta-gamma model of an algorithm's cost.
-#
-# A message costs alpha seconds, plus beta for each byte; reducing a byte costs gamma. Hockney, "The communication
-# challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20 (1994); with gamma as in Thakur, Rabenseifner
-# &
-# Gropp, IJHPCA 19 (2005). A rank sends and receives at the same time, one message each way. So a step takes
-#
-#     alpha  +  beta · the most bytes that a rank sends or receives  +  gamma · the most bytes that a rank reduces
-#
-# and an algorithm takes the sum of its steps. For p ranks, n bytes, L = ⌈log₂ p⌉ (tested equal to the schedules):
-#
-#     linear broadcast, reduce           (p−1) α  +  (p−1) n β          [+ (p−1) n γ]
-#     tree broadcast, reduce             L α      +  L n β              [+ L n γ]
-#     scatter, all-gather (p = 2^L)      (L+p−1) α + 2 (p−1)/p n β
-#     ring reduce-scatter, all-gather    (p−1) α  +  (p−1)/p n β        [+ (p−1)/p n γ]
-#     ring all-reduce                    2(p−1) α +  2 (p−1)/p n β       + (p−1)/p n γ
-#     tree all-reduce                    2 L α    +  2 L n β             + L n γ
-#     halving-doubling (p = 2^L)         2 L α    +  2 (p−1)/p n β       + (p−1)/p n γ
-#     hierarchical, h hosts of m         2(m+h−2) α + 2 (p−1)/p n β      + (p−1)/p n γ
-
-
 class Model(NamedTuple):
-    """Costs of messages and sums."""
+    """The alpha-beta-gamma model of an algorithm's cost.
+
+    A message costs alpha seconds, plus beta for each byte; reducing a byte costs gamma. Hockney, "The communication
+    challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20 (1994); with gamma as in Thakur,
+    Rabenseifner & Gropp, IJHPCA 19 (2005). A rank sends and receives at the same time, one message each way. So a step
+    takes ::
+
+        alpha  +  beta · the most bytes that a rank sends or receives  +  gamma · the most bytes that a rank reduces
+
+    and an algorithm takes the sum of its steps. With L = ⌈log₂ p⌉ (tested equal to the schedules)::
+
+        linear broadcast, reduce           (p−1) α  +  (p−1) n β          [+ (p−1) n γ]
+        tree broadcast, reduce             L α      +  L n β              [+ L n γ]
+        scatter, all-gather (p = 2^L)      (L+p−1) α + 2 (p−1)/p n β
+        ring reduce-scatter, all-gather    (p−1) α  +  (p−1)/p n β        [+ (p−1)/p n γ]
+        ring all-reduce                    2(p−1) α +  2 (p−1)/p n β       + (p−1)/p n γ
+        tree all-reduce                    2 L α    +  2 L n β             + L n γ
+        halving-doubling (p = 2^L)         2 L α    +  2 (p−1)/p n β       + (p−1)/p n γ
+        hierarchical, h hosts of m         2(m+h−2) α + 2 (p−1)/p n β      + (p−1)/p n γ
+    """
 
     alpha: float
     """Seconds for a message."""
@@ -181,27 +180,31 @@ def _count(step: Step, per_chunk: float) -> Features:
     return 1.0, max(*sent.values(), *received.values()), max(reduced.values(), default=0.0)
 
 
-# Point to point: the root serves the other ranks one by one, in p−1 steps of n bytes. All-to-all is pairwise.
-#
-# This is the baseline for the other algorithms, none of which is faster with two ranks ::
-#
-#     broadcast from rank 1 of 4            reduction to rank 1 of 4
-#     step 1    1 → 2                       step 1    2 → 1    adds
-#     step 2    1 → 3                       step 2    3 → 1    adds
-#     step 3    1 → 0                       step 3    0 → 1    adds
-
-
 _WHOLE = range(1)
 
 
 def linear_broadcast(size: int, root: int = 0) -> Schedule:
-    """Build the broadcast: p−1 steps; the root sends (p−1) · n bytes, one message at a time."""
+    """Build the broadcast: the root serves the other ranks one by one, in p−1 steps of n bytes.
+
+    This is the baseline for the other broadcasts, none of which is faster with two ranks. From rank 1 of 4::
+
+        step 1    1 → 2
+        step 2    1 → 3
+        step 3    1 → 0
+    """
     steps = tuple((Transfer(root, (root + place) % size, _WHOLE, reduce=False),) for place in range(1, size))
     return Schedule("linear_broadcast", "broadcast", size, 1, steps, root)
 
 
 def linear_reduce(size: int, root: int = 0) -> Schedule:
-    """Build the reduction: p−1 steps; the root receives (p−1) · n bytes, added in rank order from the next rank."""
+    """Build the reduction: the root receives (p−1) · n bytes, added in rank order from the next rank.
+
+    To rank 1 of 4; ``→`` adds::
+
+        step 1    2 → 1
+        step 2    3 → 1
+        step 3    0 → 1
+    """
     steps = tuple((Transfer((root + place) % size, root, _WHOLE, reduce=True),) for place in range(1, size))
     return Schedule("linear_reduce", "reduce", size, 1, steps, root)
 
@@ -223,25 +226,22 @@ def pairwise_all_to_all(size: int) -> Schedule:
     return Schedule("pairwise_all_to_all", "all-to-all", size, size * size, tuple(steps))
 
 
-# The binomial tree: in every step the number of ranks that have finished doubles, so ⌈log₂ p⌉ steps suffice.
-#
-# No algorithm has fewer steps, because a rank can reach only one other rank per step. The tree pays off for short
-# messages, because every step sends the whole message; see Thakur, Rabenseifner & Gropp, "Optimization of collective
-# communication operations in MPICH", IJHPCA 19 (2005).
-#
-# Reduction to rank 0 of 6 ranks; ``→`` adds ::
-#
-#     step 1    1 → 0    3 → 2    5 → 4
-#     step 2    2 → 0
-#     step 3    4 → 0
-#
-# A broadcast runs the steps in reverse and copies instead of adding: ``0 → 4``, then ``0 → 2``, then ``0 → 1, 2 → 3, 4
-# →
-# 5``. Another root takes the place of rank 0, followed by the ranks after it in order. The whole tensor is one chunk.
-
-
 def tree_reduce_steps(size: int, root: int = 0) -> list[Step]:
-    """Build the steps toward `root`; the rank v places after it sends in the step of v's lowest set bit."""
+    """Build the binomial tree toward `root`; the rank v places after it sends in the step of v's lowest set bit.
+
+    In every step the number of ranks that have finished doubles, so ⌈log₂ p⌉ steps suffice. No algorithm has fewer
+    steps, because a rank can reach only one other rank per step. The tree pays off for short messages, because every
+    step sends the whole message; see Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations
+    in MPICH", IJHPCA 19 (2005).
+
+    Reduction to rank 0 of 6 ranks; ``→`` adds ::
+
+        step 1    1 → 0    3 → 2    5 → 4
+        step 2    2 → 0
+        step 3    4 → 0
+
+    Another root takes the place of rank 0, followed by the ranks after it in order. The whole tensor is one chunk.
+    """
     steps = []
     distance = 1
     while distance < size:
@@ -262,7 +262,10 @@ def tree_reduce(size: int, root: int = 0) -> Schedule:
 
 
 def tree_broadcast(size: int, root: int = 0) -> Schedule:
-    """Build the broadcast: ⌈log₂ p⌉ steps; every rank but the root receives n bytes, the root sends ⌈log₂ p⌉ · n."""
+    """Build the broadcast: ⌈log₂ p⌉ steps; every rank but the root receives n bytes, the root sends ⌈log₂ p⌉ · n.
+
+    From rank 0 of 6: ``0 → 4``, then ``0 → 2``, then ``0 → 1, 2 → 3, 4 → 5``.
+    """
     return Schedule("tree_broadcast", "broadcast", size, 1, tuple(backwards(tree_reduce_steps(size, root))), root)
 
 
@@ -272,31 +275,19 @@ def tree_all_reduce(size: int) -> Schedule:
     return Schedule("tree_all_reduce", "all-reduce", size, 1, tuple(steps + backwards(steps)))
 
 
-# The ring: in every step each rank sends only to the next one, so all links are always busy.
-#
-# Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009). In any
-# all-reduce each rank sends at least 2 (p−1)/p · n bytes, and in the ring it sends no more. The price is 2 (p−1) steps.
-#
-# Reduce-scatter with 3 ranks, chunks A B C. The columns show the chunks of each rank (a: its own, A₁₂: a partial sum)
-# ::
-#
-#               rank 0        rank 1        rank 2
-#     start     a  b  c       a  b  c       a  b  c
-#     step 1    rank 0 sends C to 1,  1 sends A to 2,  2 sends B to 0;  each adds
-#               a  B₂₀ c      a  b  C₀₁     A₁₂ b  c
-#     step 2    rank 0 sends B to 1,  1 sends C to 2,  2 sends A to 0;  each adds
-#               A  .  .       .  B  .       .  .  C         rank r has the whole sum of chunk r
-#
-# All-gather: the sums go around the ring in the same direction and are copied ::
-#
-#     step 3    A  .  C       A  B  .       .  B  C
-#     step 4    A  B  C       A  B  C       A  B  C
-#
-# Every chunk is summed along one path and then copied, so the results on all ranks are bit-identical.
-
-
 def reduce_scatter_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
-    """Build the steps among `members`; the i-th member ends with the sum of ``blocks[i]``."""
+    """Build a ring's reduce-scatter among `members`; the i-th member ends with the sum of ``blocks[i]``.
+
+    In every step each rank sends only to the next one, so all links are always busy. Three ranks, chunks A B C; the
+    columns show the chunks of each rank (a: its own, A₁₂: a partial sum)::
+
+                  rank 0        rank 1        rank 2
+        start     a  b  c       a  b  c       a  b  c
+        step 1    rank 0 sends C to 1,  1 sends A to 2,  2 sends B to 0;  each adds
+                  a  B₂₀ c      a  b  C₀₁     A₁₂ b  c
+        step 2    rank 0 sends B to 1,  1 sends C to 2,  2 sends A to 0;  each adds
+                  A  .  .       .  B  .       .  .  C         rank r has the whole sum of chunk r
+    """
     size = len(members)
     return [
         tuple(
@@ -308,7 +299,13 @@ def reduce_scatter_steps(members: Sequence[int], blocks: Sequence[range]) -> lis
 
 
 def all_gather_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
-    """Build the steps among `members`; the i-th member begins with ``blocks[i]``."""
+    """Build a ring's all-gather among `members`; the i-th member begins with ``blocks[i]``.
+
+    After the reduce-scatter above, the sums go around the ring in the same direction and are copied::
+
+        step 3    A  .  C       A  B  .       .  B  C
+        step 4    A  B  C       A  B  C       A  B  C
+    """
     size = len(members)
     return [
         tuple(
@@ -332,7 +329,12 @@ def ring_all_gather(size: int) -> Schedule:
 
 
 def ring_all_reduce(size: int) -> Schedule:
-    """Build the all-reduce: reduce-scatter, then all-gather. 2 (p−1) steps, 2 (p−1)/p · n bytes sent by every rank."""
+    """Build the all-reduce: reduce-scatter, then all-gather. 2 (p−1) steps, 2 (p−1)/p · n bytes sent by every rank.
+
+    Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009). In any
+    all-reduce each rank sends at least 2 (p−1)/p · n bytes, and in the ring it sends no more. The price is the number
+    of steps. Every chunk is summed along one path and then copied, so the results on all ranks are bit-identical.
+    """
     blocks = _one_each(size)
     steps = reduce_scatter_steps(range(size), blocks) + all_gather_steps(range(size), blocks)
     return Schedule("ring_all_reduce", "all-reduce", size, size, tuple(steps))
@@ -342,29 +344,22 @@ def _one_each(size: int) -> list[range]:
     return [range(chunk, chunk + 1) for chunk in range(size)]
 
 
-# Halving and doubling: reduce-scatter by recursive halving, then all-gather by recursive doubling.
-#
-# Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur, Rabenseifner & Gropp, IJHPCA 19
-# (2005). It sends as few bytes as the ring, 2 (p−1)/p · n, in only 2 log₂ p steps, if p is a power of two.
-#
-# Four ranks, chunks A B C D. Partners exchange halves of the chunks that they still reduce, and add ::
-#
-#     halving     step 1    0 ↔ 2, 1 ↔ 3    0 and 1 keep A B,  2 and 3 keep C D
-#                 step 2    0 ↔ 1, 2 ↔ 3    0 keeps A,  1 keeps B,  2 keeps C,  3 keeps D:  each a whole sum
-#     doubling    step 3    0 ↔ 1, 2 ↔ 3    0 and 1 have A B,  2 and 3 have C D
-#                 step 4    0 ↔ 2, 1 ↔ 3    all have A B C D
-#
-# For other p, the ranks beyond the largest power of two q are folded in: rank q+i first sends everything to rank i,
-# which
-# adds it, and at the end receives the result from it. Each chunk's sum is completed on one rank and copied from there,
-# so
-# the results on all ranks are bit-identical.
-
-
 def halving_doubling_all_reduce(size: int) -> Schedule:
-    """Build the all-reduce: 2 log₂ p steps, 2 (p−1)/p · n bytes sent by every rank.
+    """Build the all-reduce: reduce-scatter by recursive halving, then all-gather by recursive doubling.
 
-    If p is not a power of two: two steps and 2 n bytes more.
+    Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur, Rabenseifner & Gropp, IJHPCA 19
+    (2005). If p is a power of two, every rank sends as few bytes as in the ring, 2 (p−1)/p · n, in only 2 log₂ p steps.
+
+    Four ranks, chunks A B C D. Partners exchange halves of the chunks that they still reduce, and add::
+
+        halving     step 1    0 ↔ 2, 1 ↔ 3    0 and 1 keep A B,  2 and 3 keep C D
+                    step 2    0 ↔ 1, 2 ↔ 3    0 keeps A,  1 keeps B,  2 keeps C,  3 keeps D:  each a whole sum
+        doubling    step 3    0 ↔ 1, 2 ↔ 3    0 and 1 have A B,  2 and 3 have C D
+                    step 4    0 ↔ 2, 1 ↔ 3    all have A B C D
+
+    For other p, the ranks beyond the largest power of two q are folded in, which takes two steps and 2 n bytes more:
+    rank q+i first sends everything to rank i, which adds it, and at the end receives the result from it. Each chunk's
+    sum is completed on one rank and copied from there, so the results on all ranks are bit-identical.
     """
     core = 1 << (size.bit_length() - 1)
     extra: Step = tuple(Transfer(core + rank, rank, range(core), reduce=True) for rank in range(size - core))
@@ -394,26 +389,23 @@ def _half_of(rank: int, distance: int) -> range:
     return range(first, first + distance)
 
 
-# Hierarchical all-reduce: within hosts, across hosts, within hosts, so each byte crosses the network once per host.
-#
-# Cho, Finkler, Kung & Hunter, "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network
-# hierarchy",
-# SysML 2019. With h hosts of m ranks, a rank sends 2 (h−1)/h · n/m bytes over the network; a flat ring sends
-# 2 (p−1)/p · n over each link between hosts ::
-#
-#     host x: ranks 0 1     host y: ranks 2 3     chunks A B | C D:  place 0 of a host reduces A B, place 1 C D
-#
-#     inside     step 1    0 ↔ 1, 2 ↔ 3     a ring's reduce-scatter: 0 and 2 have their host's A B, 1 and 3 its C D
-#     across     step 2    0 ↔ 2, 1 ↔ 3     a ring's reduce-scatter: 0 has A, 2 has B, 1 has C, 3 has D
-#                step 3    0 ↔ 2, 1 ↔ 3     a ring's all-gather: 0 and 2 have A B, 1 and 3 have C D
-#     inside     step 4    0 ↔ 1, 2 ↔ 3     a ring's all-gather: all have A B C D
-#
-# If hosts have different numbers of ranks, m is the smallest. Each additional rank of a host first sends everything to
-# one of the m ranks, and receives the result from it at the end.
-
-
 def hierarchical_all_reduce(hosts: Sequence[Hashable]) -> Schedule:
-    """Build the all-reduce: 2 (m−1) + 2 (h−1) steps, 2 (p−1)/p · n bytes sent by every rank, p = h · m."""
+    """Build the all-reduce within hosts, across hosts, and within hosts: each byte crosses the network once per host.
+
+    Cho, Finkler, Kung & Hunter, "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network
+    hierarchy", SysML 2019. With h hosts of m ranks, it takes 2 (m−1) + 2 (h−1) steps. Every rank sends 2 (p−1)/p · n
+    bytes, of which 2 (h−1)/h · n/m go over the network; a flat ring sends 2 (p−1)/p · n over each link between hosts::
+
+        host x: ranks 0 1     host y: ranks 2 3     chunks A B | C D:  place 0 of a host reduces A B, place 1 C D
+
+        inside     step 1    0 ↔ 1, 2 ↔ 3     a ring's reduce-scatter: 0 and 2 have their host's A B, 1 and 3 its C D
+        across     step 2    0 ↔ 2, 1 ↔ 3     a ring's reduce-scatter: 0 has A, 2 has B, 1 has C, 3 has D
+                   step 3    0 ↔ 2, 1 ↔ 3     a ring's all-gather: 0 and 2 have A B, 1 and 3 have C D
+        inside     step 4    0 ↔ 1, 2 ↔ 3     a ring's all-gather: all have A B C D
+
+    If hosts have different numbers of ranks, m is the smallest. Each additional rank of a host first sends everything
+    to one of the m ranks, and receives the result from it at the end.
+    """
     rows = list(ranks_by_value(enumerate(hosts)).values())  # the ranks of each host
     places, size = min(map(len, rows)), len(hosts)
     parts = len(rows)
@@ -447,25 +439,23 @@ def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]
     return rounds
 
 
-# Broadcast of long messages: scatter the pieces down a tree, then pass them around a ring.
-#
-# Van de Geijn's algorithm: Barnett, Shuler, Gupta, Payne, van de Geijn & Watts, "Building a high-performance collective
-# communication library", Supercomputing '94. The tree sends the whole message ⌈log₂ p⌉ times through one rank;
-# this sends about 2 n bytes through every rank, at the price of p−1 more steps.
-#
-# Four ranks, root 0, chunks A B C D ::
-#
-#     scatter       step 1    0 → 2  C D
-#                   step 2    0 → 1  B        2 → 3  D           rank r has chunk r (the root: all)
-#     all-gather    step 3    0 → 1  A    1 → 2  B    2 → 3  C    3 → 0  D
-#                   step 4    0 → 1  D    1 → 2  A    2 → 3  B    3 → 0  C
-#                   step 5    0 → 1  C    1 → 2  D    2 → 3  A    3 → 0  B
-#
-# With another root, chunks are numbered starting from the root: the rank v places after it gets chunk v.
-
-
 def scatter_all_gather_broadcast(size: int, root: int = 0) -> Schedule:
-    """Build the broadcast: ⌈log₂ p⌉ + p−1 steps; every rank receives at most 2 (p−1)/p · n bytes, less than 2 n."""
+    """Build the broadcast of a long message: scatter its chunks down a tree, then pass them around a ring.
+
+    Van de Geijn's algorithm: Barnett, Shuler, Gupta, Payne, van de Geijn & Watts, "Building a high-performance
+    collective communication library", Supercomputing '94. The tree alone sends the whole message ⌈log₂ p⌉ times through
+    one rank. Here every rank receives at most 2 (p−1)/p · n bytes, at the price of p−1 more steps: ⌈log₂ p⌉ + p−1.
+
+    Four ranks, root 0, chunks A B C D::
+
+        scatter       step 1    0 → 2  C D
+                      step 2    0 → 1  B        2 → 3  D           rank r has chunk r (the root: all)
+        all-gather    step 3    0 → 1  A    1 → 2  B    2 → 3  C    3 → 0  D
+                      step 4    0 → 1  D    1 → 2  A    2 → 3  B    3 → 0  C
+                      step 5    0 → 1  C    1 → 2  D    2 → 3  A    3 → 0  B
+
+    With another root, chunks are numbered starting from the root: the rank v places after it gets chunk v.
+    """
     members = [(root + place) % size for place in range(size)]
     steps = scatter_steps(size, root) + all_gather_steps(members, [range(chunk, chunk + 1) for chunk in range(size)])
     return Schedule("scatter_all_gather_broadcast", "broadcast", size, size, tuple(steps), root)
@@ -490,9 +480,6 @@ def scatter_steps(size: int, root: int) -> list[Step]:
             )
         )
     return steps
-
-
-# All schedules, by the name of their public function.
 
 
 _ROOTED: dict[str, Callable[[int, int], Schedule]] = {

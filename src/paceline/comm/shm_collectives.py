@@ -25,104 +25,14 @@ from paceline.core.spans import REDUCE, recorder
 from paceline.core.torch_internals import copy_each
 from paceline.errors import UsageError
 
-# The stage: shared memory for chunks of tensors in private memory.
-#
-# It has two halves. The next chunk is copied into one half while the ranks work on the chunk in the other.
-
-
 STAGE_BYTES = 4 * 2**20
 """Size of one half of the stage, chosen by measurement."""
 HALVES = 2
-
-
-class Stage:
-    """The stage of one rank in one group."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._memory: Tensor | None = None
-        """Both halves, as bytes; allocated when first used."""
-
-    def stream(
-        self,
-        header: Header,
-        fill: Callable[[Tensor, slice], object],
-        compute: Callable[[slice, list[Shown]], None],
-        end: Callable[[Tensor, slice], object] | None = None,
-        rows: int = 1,
-    ) -> None:
-        """Send the elements of a collective through the stage in chunks. Each chunk is one operation.
-
-        Args:
-            header: description of the collective.
-            fill: writes this rank's operand for a chunk, `rows` elements per element of the chunk, into the stage.
-            compute: computes this rank's part of a chunk from the memory of all ranks.
-            end: called when the operation on a chunk is finished, with the memory that `fill` wrote to.
-        """
-        if self._memory is None:
-            self._memory = self._engine.arena.allocate(HALVES * STAGE_BYTES, torch.uint8)
-        halves = self._memory.view(header.dtype).view(HALVES, -1)
-        total, length = header.total, max(1, halves.shape[1] // rows)
-        under_way: deque[tuple[Operation, Tensor, slice]] = deque()
-
-        def finish() -> None:
-            operation, staged, chunk = under_way.popleft()
-            self._engine.wait(operation)
-            if end is not None:
-                end(staged, chunk)
-
-        # Even an empty tensor needs an operation, because other ranks may have passed a tensor of a different size.
-        for turn, start in enumerate(range(0, max(1, total), length)):
-            if len(under_way) == HALVES:
-                finish()
-            chunk = slice(start, min(start + length, total))
-            staged = halves[turn % HALVES, : (chunk.stop - start) * rows]
-            fill(staged, chunk)
-            if turn == 1:  # after a mismatch, all ranks stop before the second operation
-                self._engine.agree(under_way[0][0])
-            shown = self._engine.shown(staged)
-            operation = self._engine.post(header._replace(start=start), shown, partial(compute, chunk))
-            under_way.append((operation, staged, chunk))
-        while under_way:
-            finish()
-
-
-# Places in a rank's shared memory for copies of tensors that it shows. Results are written to the original tensors.
-
-
 SMALL_BYTES = 32 * 1024
 """Largest tensor that each rank reduces by itself, because dividing the work would save less than a signal costs.
 
 A place has this size, or a multiple of it for a larger tensor.
 """
-
-
-class Places:
-    """The places of one rank in one group, reused once no rank is reading them."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._used: deque[tuple[Tensor, Operation]] = deque()
-        """Places in use with their operations, oldest first; operations finish in this order."""
-        self._lock = threading.Lock()
-        """Held while taking a place."""
-
-    def take(self, nbytes: int) -> Tensor:
-        """Return a place of at least `nbytes`, as bytes."""
-        with self._lock:
-            while self._used and self._used[0][1].finished:
-                place, _ = self._used.popleft()
-                if place.numel() >= nbytes:
-                    return place
-                self._arena.free(place)
-        return self._arena.allocate(max(1, -(-nbytes // SMALL_BYTES)) * SMALL_BYTES, torch.uint8)
-
-    def keep(self, place: Tensor, operation: Operation) -> None:
-        """Keep a place unchanged until `operation`, the latest one, is finished."""
-        # No lock is needed: if two threads append out of order, a place is reused a little later, never too early.
-        self._used.append((place, operation))
-
-
 NOT_RECORDED = nullcontext()
 
 
@@ -318,3 +228,87 @@ def _header(
 ) -> Header:
     """Describe an operation on `tensor` from element `start`."""
     return Header(kind, tensor.dtype, tensor.numel(), start, 0 if op is None else code_of(op), root)
+
+
+class Stage:
+    """Shared memory of one rank in one group for chunks of tensors in private memory.
+
+    It has two halves. The next chunk is copied into one half while the ranks work on the chunk in the other.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._memory: Tensor | None = None
+        """Both halves, as bytes; allocated when first used."""
+
+    def stream(
+        self,
+        header: Header,
+        fill: Callable[[Tensor, slice], object],
+        compute: Callable[[slice, list[Shown]], None],
+        end: Callable[[Tensor, slice], object] | None = None,
+        rows: int = 1,
+    ) -> None:
+        """Send the elements of a collective through the stage in chunks. Each chunk is one operation.
+
+        Args:
+            header: description of the collective.
+            fill: writes this rank's operand for a chunk, `rows` elements per element of the chunk, into the stage.
+            compute: computes this rank's part of a chunk from the memory of all ranks.
+            end: called when the operation on a chunk is finished, with the memory that `fill` wrote to.
+        """
+        if self._memory is None:
+            self._memory = self._engine.arena.allocate(HALVES * STAGE_BYTES, torch.uint8)
+        halves = self._memory.view(header.dtype).view(HALVES, -1)
+        total, length = header.total, max(1, halves.shape[1] // rows)
+        under_way: deque[tuple[Operation, Tensor, slice]] = deque()
+
+        def finish() -> None:
+            operation, staged, chunk = under_way.popleft()
+            self._engine.wait(operation)
+            if end is not None:
+                end(staged, chunk)
+
+        # Even an empty tensor needs an operation, because other ranks may have passed a tensor of a different size.
+        for turn, start in enumerate(range(0, max(1, total), length)):
+            if len(under_way) == HALVES:
+                finish()
+            chunk = slice(start, min(start + length, total))
+            staged = halves[turn % HALVES, : (chunk.stop - start) * rows]
+            fill(staged, chunk)
+            if turn == 1:  # after a mismatch, all ranks stop before the second operation
+                self._engine.agree(under_way[0][0])
+            shown = self._engine.shown(staged)
+            operation = self._engine.post(header._replace(start=start), shown, partial(compute, chunk))
+            under_way.append((operation, staged, chunk))
+        while under_way:
+            finish()
+
+
+class Places:
+    """Shared memory of one rank in one group for copies of tensors that it shows, reused once no rank reads them.
+
+    Results are written to the original tensors.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._used: deque[tuple[Tensor, Operation]] = deque()
+        """Places in use with their operations, oldest first; operations finish in this order."""
+        self._lock = threading.Lock()
+        """Held while taking a place."""
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return a place of at least `nbytes`, as bytes."""
+        with self._lock:
+            while self._used and self._used[0][1].finished:
+                place, _ = self._used.popleft()
+                if place.numel() >= nbytes:
+                    return place
+                self._arena.free(place)
+        return self._arena.allocate(max(1, -(-nbytes // SMALL_BYTES)) * SMALL_BYTES, torch.uint8)
+
+    def keep(self, place: Tensor, operation: Operation) -> None:
+        """Keep a place unchanged until `operation`, the latest one, is finished."""
+        # No lock is needed: if two threads append out of order, a place is reused a little later, never too early.
+        self._used.append((place, operation))

@@ -45,63 +45,22 @@ from paceline.core.spans import waiting
 from paceline.core.stacks import runs_users_code, users_line
 from paceline.errors import CommunicationError, DesyncError
 
-# Finds deadlocks: ranks that wait, through other ranks, for themselves.
-#
-# A rank that has slept for a while in a wait records in its memory of every group which operation it waits for, and the
-# waits of all ranks that wait for it, directly or through others. Each rank decides from its own count of posted
-# operations whether a recorded wait is for it, so a record that is out of date (the wait is over, or the process is
-# stopped or has no core) does no harm. A rank posts nothing while it waits, so what it has recorded remains true as
-# long
-# as its wait lasts. A rank whose own wait is in the records of the ranks that wait for it will never be released
-# (Chandy, Misra and Haas, "Distributed deadlock detection", 1983).
-#
-# A rank that computes, or that waits outside shared memory, records nothing. Neither does a rank with another thread
-# that
-# runs the user's code or has posted, because it may be about to post the operation that the others wait for.
-
-
-ELSEWHERE, NEVER = -1, 2**62
-"""Operations in records: the rank waits in another group, or has found a deadlock and will not post any more."""
-_HEAD = struct.Struct("@II")  # checksum and length
-_RECORD_AT = END_OF_SLOTS + _HEAD.size
-_numbers = count()
-
-Waits = dict[str, Sequence[Any]]
-"""Rank and description of each wait. A key is a process and the number of its wait."""
-
-
-def new_wait(rank: int, operation: str) -> Waits:
-    """Return a wait of this rank, at the user's line that led here."""
-    return {f"{os.getpid()}/{next(_numbers)}": (rank, operation + users_line(sys._getframe()))}
-
-
-def describe(waits: Waits) -> str:
-    """Return the ranks of `waits` and what they wait for."""
-    ranks = ranks_by_value(sorted({(rank, place) for rank, place in waits.values()}))
-    return "; ".join(f"{named_ranks(numbers)}: {place}" for place, numbers in ranks.items())
-
-
-def record(segment: Segment, operation: int, waits: Waits) -> None:
-    """Record in this rank's memory, if there is room, that it waits for `operation`, and all `waits`."""
-    text = json.dumps((operation, waits)).encode()
-    if len(text) <= HEADER_BYTES - _RECORD_AT:
-        segment.memory[END_OF_SLOTS : _RECORD_AT + len(text)] = _HEAD.pack(zlib.crc32(text), len(text)) + text
-
-
-def read(segment: Segment) -> tuple[int, Waits]:
-    """Return a rank's record; an empty one if it is just being written."""
-    checksum, length = _HEAD.unpack_from(segment.memory, END_OF_SLOTS)
-    text = segment.memory[_RECORD_AT : _RECORD_AT + length]
-    return json.loads(text) if length and zlib.crc32(text) == checksum else (ELSEWHERE, {})
-
-
 Compute = Callable[[list[Shown]], None]
 """Computes this rank's part of an operation from the memory that each rank shows, in rank order."""
 _FEWEST_SPINS, _MOST_SPINS = 8, 256
-_UNTOLD = 16
+_UNANNOUNCED = 16
 """Maximum number of done operations before the peers are notified."""
 _NAP_S = 1.0
 """Longest single sleep. If this process is stopped, no more than this counts toward the timeout."""
+_REMEDY = "see the error of that rank, then restart from the last checkpoint"
+
+Waits = dict[str, Sequence[Any]]
+"""Rank and description of each wait. A key is a process and the number of its wait."""
+_numbers = count()
+_HEAD = struct.Struct("@II")  # checksum and length of a record of waits, which lies behind the slots
+_RECORD_AT = END_OF_SLOTS + _HEAD.size
+ELSEWHERE, NEVER = -1, 2**62
+"""Operations in records: the rank waits in another group, or has found a deadlock and will not post any more."""
 
 
 class Operation:
@@ -194,7 +153,7 @@ class Engine:
         self.is_idle: Callable[[], bool] = lambda: True
         """Returns whether the group has no thread that is about to post an operation."""
         self._wait: Waits = {}
-        """The present wait, once this rank has slept through a nap; see :mod:`paceline.comm.shm_engine`."""
+        """The present wait, once this rank has slept through a nap; see :meth:`_check_deadlock`."""
         self._most_spins = _MOST_SPINS if len(self.names) <= len(os.sched_getaffinity(0)) else 1
         """Maximum number of polls before a wait sleeps; 1 if ranks share cores, so that a peer gets this core."""
         self._spins = self._most_spins
@@ -321,7 +280,7 @@ class Engine:
                 is_waited_for |= not operation.is_own
         # One ring for all computed operations, because each ring is a system call per peer. Peers learn that they may
         # reuse memory only with the next ring, unless they are about to run out of it.
-        if is_waited_for or self.signals.untold_done >= _UNTOLD:
+        if is_waited_for or self.signals.unannounced_done >= _UNANNOUNCED:
             self.signals.ring()
         finished = self.signals.done(self._done)
         while self._under_way and self._under_way[0].computed and self._under_way[0].number < finished:
@@ -377,7 +336,19 @@ class Engine:
         return remaining
 
     def _check_deadlock(self, operation: Operation, missing: Sequence[Peer]) -> None:
-        """Record the present wait for other ranks; raise if it waits for itself, or for a rank that raises this."""
+        """Record the present wait for other ranks; raise if it waits for itself, or for a rank that raises this.
+
+        A rank that has slept for a while in a wait records in its memory of every group which operation it waits for,
+        and the waits of all ranks that wait for it, directly or through others. Each rank decides from its own count of
+        posted operations whether a recorded wait is for it, so a record that is out of date (the wait is over, or the
+        process is stopped or has no core) does no harm. A rank posts nothing while it waits, so what it has recorded
+        remains true as long as its wait lasts. A rank whose own wait is in the records of the ranks that wait for it
+        will never be released (Chandy, Misra and Haas, "Distributed deadlock detection", 1983).
+
+        A rank that computes, or that waits outside shared memory, records nothing. Neither does a rank with another
+        thread that runs the user's code or has posted, because it may be about to post the operation that the others
+        wait for.
+        """
         engines, event = _engines(), "ranks wait for each other in different operations"
         me, frames = threading.get_ident(), sys._current_frames().items()
         # A runner's thread that is in this function does nothing at present; is_idle() tells whether it is about to.
@@ -387,15 +358,15 @@ class Engine:
             return
         waits: Waits = {}
         for engine in engines:
-            for at, peers_waits in (read(peer.memory) for peer in engine.peers):
+            for at, peers_waits in (read_waits(peer.memory) for peer in engine.peers):
                 waits |= peers_waits if at >= engine._posted else {}
-        is_deadlock = self._wait.keys() <= waits.keys() or any(read(peer.memory)[0] == NEVER for peer in missing)
+        is_deadlock = self._wait.keys() <= waits.keys() or any(read_waits(peer.memory)[0] == NEVER for peer in missing)
         waits |= self._wait
         for engine in engines:
             at = NEVER if is_deadlock else operation.number if engine is self else ELSEWHERE
-            record(engine.arena, at, waits)
+            record_waits(engine.arena, at, waits)
             if is_deadlock:
-                engine._broken = engine._broken or f"{event} ({describe(waits)})"
+                engine._broken = engine._broken or f"{event} ({describe_waits(waits)})"
         if is_deadlock:
             remedy = "call the same collectives in the same order on every rank"
             raise DesyncError(f"rank {self._name}: {self._broken}; {remedy}")
@@ -452,10 +423,30 @@ class _BreaksOnError:
             engine._broken = engine._broken or f"rank {engine._name} was interrupted by {type(error).__name__}"
 
 
-_REMEDY = "see the error of that rank, then restart from the last checkpoint"
+def new_wait(rank: int, operation: str) -> Waits:
+    """Return a wait of this rank, at the user's line that led here."""
+    return {f"{os.getpid()}/{next(_numbers)}": (rank, operation + users_line(sys._getframe()))}
 
 
-# -- the engines of this process ------------------------------------------------------------------------------------
+def describe_waits(waits: Waits) -> str:
+    """Return the ranks of `waits` and what they wait for."""
+    ranks = ranks_by_value(sorted({(rank, place) for rank, place in waits.values()}))
+    return "; ".join(f"{named_ranks(numbers)}: {place}" for place, numbers in ranks.items())
+
+
+def record_waits(segment: Segment, operation: int, waits: Waits) -> None:
+    """Record in this rank's memory, if there is room, that it waits for `operation`, and all `waits`."""
+    text = json.dumps((operation, waits)).encode()
+    if len(text) <= HEADER_BYTES - _RECORD_AT:
+        segment.memory[END_OF_SLOTS : _RECORD_AT + len(text)] = _HEAD.pack(zlib.crc32(text), len(text)) + text
+
+
+def read_waits(segment: Segment) -> tuple[int, Waits]:
+    """Return a rank's record; an empty one if it is just being written."""
+    checksum, length = _HEAD.unpack_from(segment.memory, END_OF_SLOTS)
+    text = segment.memory[_RECORD_AT : _RECORD_AT + length]
+    return json.loads(text) if length and zlib.crc32(text) == checksum else (ELSEWHERE, {})
+
 
 _registry: tuple[weakref.ref[Engine], ...] = ()
 """Replaced as a whole, because threads read it while others create groups."""

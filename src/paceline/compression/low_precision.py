@@ -1,9 +1,4 @@
-"""Communication hooks that send gradients in half precision or in eight bits.
-
-This is an all-reduce with quantized messages that moves as much data as two all-to-alls. Each rank sums one shard of
-the bucket in full precision, so that the sum cannot overflow. The scheme is from Tang et al., "1-bit Adam", ICML 2021,
-but with eight bits. The errors of both rounding steps are fed back.
-"""
+"""Communication hooks that send gradients in half precision or in eight bits."""
 
 from __future__ import annotations
 
@@ -14,8 +9,6 @@ from torch import Tensor, nn
 from paceline.compression.compressor import Compressor
 from paceline.compression.pipeline import Gradients, Stages
 from paceline.errors import UsageError
-
-# Communication hook that sends gradients in half precision.
 
 
 class Cast(Compressor):
@@ -52,9 +45,10 @@ class Int8(Compressor):
     """Sends eight-bit codes: a quarter of float32's bytes, for any number of ranks.
 
     Each rank quantizes its gradients and sends every other rank that rank's shard of them. Each rank then sums its
-    shard over the ranks, quantizes the mean and sends it to all. The sender keeps the error of the first rounding as a
-    residual. The shard's owner keeps the error of the second rounding, times N, so that the mean of residuals and
-    gradients is preserved.
+    shard over the ranks in full precision, so that the sum cannot overflow, quantizes the mean and sends it to all.
+    This moves as much data as two all-to-alls. The sender keeps the error of the first rounding as a residual. The
+    shard's owner keeps the error of the second rounding, times N, so that the mean of residuals and gradients is
+    preserved. The scheme is from Tang et al., "1-bit Adam", ICML 2021, but with eight bits.
     """
 
     collectives = 2

@@ -25,8 +25,6 @@ from paceline.core.device_streams import SideStream, is_queued
 from paceline.core.flat_views import shaped_like
 from paceline.errors import UsageError
 
-# The gradients of a bucket, as flat real numbers for compressors.
-
 
 @dataclass
 class Gradients:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from paceline.core.messages import end_echo, say
 from paceline.errors import UsageError
@@ -83,12 +83,3 @@ def _interrupted_in_one_line() -> Iterator[None]:
         end_echo()
         say("interrupted")
         raise typer.Exit(INTERRUPTED) from None
-
-
-class Verbatim(TyperCommand):
-    """A command that receives its arguments unparsed, including ``--help``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leave all parsing to the command."""
-        ctx.args = list(args)
-        return []

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from paceline.core.host import reached
 from paceline.core.spans import waiting
 from paceline.core.torch_distributed import get_default_store
 from paceline.errors import CommunicationError, PacelineError
@@ -86,7 +87,7 @@ def failed_to_connect(me: int, size: int, error: BaseException) -> Communication
     others = named_ranks([rank for rank in range(size) if rank != me] or [me])
     return CommunicationError(
         f"rank {me}: {others} arrived to create the process group but could not be connected ({reason_of(error)}); "
-        f"{CONNECTION_REMEDY}"
+        f"{reached(error) or CONNECTION_REMEDY}"
     )
 
 

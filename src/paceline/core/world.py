@@ -84,7 +84,7 @@ class World:
         """Run the block on rank 0 first, then on the other ranks, for example to fill a cache once.
 
         The other ranks wait as long as rank 0's process exists, beyond the timeout of collectives. If the block raises
-        on rank 0, they raise as well and do not run it. Yields whether this is rank 0.
+        on rank 0, they raise as well and do not run it. Every rank must call this. Yields whether this is rank 0.
 
         Raises:
             WorldError: on the other ranks, if the block failed on rank 0.

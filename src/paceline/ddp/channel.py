@@ -37,68 +37,13 @@ from paceline.errors import CommunicationError, PacelineError
 if TYPE_CHECKING:
     from paceline.comm.process_group import PacelineProcessGroup
 
-
-# The time that steps waited for communication.
-
-
+TEST_HOST_CHANNEL = "PACELINE_TEST_HOST_CHANNEL"
+"""Environment variable for tests: makes ranks on CPUs open a host channel and read control blocks late, as with GPUs.
+With the value ``always``, blocks are read late even after surprises."""
+logger = logging.getLogger(__name__)
 MOST_PENDING = 64
 """Maximum number of measurements not read yet. If the device has reached none of them, the host is far ahead and makes
 no new ones, so that events do not accumulate."""
-
-
-class ExposedTime:
-    """Adds up the waiting time for gradients on `device`.
-
-    On a CPU, this is host time. A GPU waits while the host continues, so the time is measured between two events on its
-    stream. Events are read in batches after the device has passed them, so the host never waits for them. Reading two
-    events in every step would take several times as long as recording them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.of_host: AbstractContextManager[Any] = self if device.type == "cpu" else nullcontext()
-        """Measures the host's wait for the other ranks' reports. A no-op with a GPU, which continues meanwhile."""
-        self._read = 0.0  # sum of the measurements read so far
-        self._begin: Any = None  # time or event at the start of the current wait
-        self._pending: deque[tuple[Any, Any]] = deque()  # start and end of unread measurements, oldest first
-
-    @property
-    def seconds(self) -> float:
-        """Total seconds. On a GPU, the latest steps may be missing, because the GPU may not have finished them."""
-        self._read_passed()
-        return self._read
-
-    def __enter__(self) -> None:
-        if self.device.type == "cpu":
-            self._begin = time.perf_counter()
-        elif is_capturing(self.device) or self._is_far_ahead():
-            self._begin = None  # replays of a captured graph do not run this code
-        else:
-            self._begin = self._event()
-            self._begin.record()
-
-    def __exit__(self, *_: object) -> None:
-        if self.device.type == "cpu":
-            self._read += time.perf_counter() - self._begin
-        elif self._begin is not None:
-            end = self._event()
-            end.record()
-            self._pending.append((self._begin, end))
-
-    def _read_passed(self) -> None:
-        while self._pending and self._pending[0][1].query():
-            begin, end = self._pending.popleft()
-            self._read += begin.elapsed_time(end) / 1000
-
-    def _is_far_ahead(self) -> bool:
-        if len(self._pending) < MOST_PENDING:
-            return False
-        self._read_passed()
-        return len(self._pending) >= MOST_PENDING
-
-    def _event(self) -> Any:
-        return torch.Event(device=self.device, enable_timing=True)
-
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]
@@ -109,6 +54,67 @@ backward pass therefore launch before any of them waits, and ranks whose wrapper
 deadlock. It yields False if control blocks are read late: the caller then continues when gradients are accessed next.
 Another such generator runs it with ``yield from``, which returns the result.
 """
+
+
+def open_channel(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    caller: str = "DistributedDataParallel(…)",
+) -> Channel:
+    """Open a channel between the ranks of `group` for gradients on `device`. All ranks call this together."""
+    on_cpu = device.type == "cpu"
+    # Use the group's own backend, which may differ from the default group's.
+    on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
+    backend = "nccl" if on_nccl else dist.get_backend(group)
+    timeout = timeout_of(group, device)
+    with called_by_all(caller), collective("connection of the ranks", group):
+        own_group = open_own_group(group, backend, timeout)
+        is_shared = backend == OWN_BACKEND and own_group.native
+        channel: Channel
+        if on_cpu and is_shared:
+            channel = SharedChannel(group, own_group)
+        elif on_cpu:
+            channel = Channel(group, own_group)
+        else:
+            channel = DeviceChannel(group, own_group, device)
+        # A Paceline group in shared memory already handles host data, so it needs no second group.
+        if not on_cpu or TEST_HOST_CHANNEL in os.environ:
+            channel.use_host(_open_host_channel(group, timeout, own_group if is_shared and not on_cpu else None))
+    through = "shared memory" if on_cpu and is_shared else f"the group's backend, {backend}"
+    logger.info("rank %d: gradients travel through %s", dist.get_rank(group), through)
+    return channel
+
+
+def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, present: Any) -> Channel:
+    """Open a channel for control blocks between CPUs, using the group `present` if given."""
+    own_group = present or open_host_group(group, timeout)
+    logger.info(
+        "rank %d: control blocks travel through %s",
+        dist.get_rank(group),
+        "shared memory" if own_group.native else "Gloo",
+    )
+    return HostChannel(group, own_group) if own_group.native else Channel(group, own_group)
+
+
+def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> PacelineProcessGroup:
+    """Open a group with the ranks of `group` for host data, using shared memory, or Gloo between hosts."""
+    try:
+        own_group: PacelineProcessGroup = open_own_group(group, OWN_BACKEND, timeout)
+    except CommunicationError as error:
+        raise CommunicationError(
+            "with gradients on GPUs, ranks exchange control blocks between their CPUs, which requires Gloo over TCP "
+            f"between hosts, even if the world was initialized with NCCL alone: {error}"
+        ).because_of(error.blamed or ()) from error
+    return own_group
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return the group's timeout, which groups created from it do not inherit."""
+    if dist.get_backend(group) == OWN_BACKEND:
+        return cast("PacelineProcessGroup", group).timeout
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 class Launched(Protocol):
@@ -325,73 +331,113 @@ class HostChannel(Channel):
         self.group.progress()
 
 
-# Opens a wrapper's channel: the process groups for its gradients and control blocks.
+class SharedChannel(HostChannel):
+    """A channel through shared memory. Backward hooks reduce buckets: small ones from copies, others in place."""
 
+    sums_in_tree = True
 
-TEST_HOST_CHANNEL = "PACELINE_TEST_HOST_CHANNEL"
-"""Environment variable for tests: makes ranks on CPUs open a host channel and read control blocks late, as with GPUs.
-With the value ``always``, blocks are read late even after surprises."""
-logger = logging.getLogger(__name__)
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        tensor: Tensor = self.group.allocate(numel, dtype)
+        return tensor
 
+    def free(self, tensor: Tensor) -> None:
+        self.group.free(tensor)
 
-def open_channel(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    caller: str = "DistributedDataParallel(…)",
-) -> Channel:
-    """Open a channel between the ranks of `group` for gradients on `device`. All ranks call this together."""
-    on_cpu = device.type == "cpu"
-    # Use the group's own backend, which may differ from the default group's.
-    on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
-    backend = "nccl" if on_nccl else dist.get_backend(group)
-    timeout = timeout_of(group, device)
-    with called_by_all(caller), collective("connection of the ranks", group):
-        own_group = open_own_group(group, backend, timeout)
-        is_shared = backend == OWN_BACKEND and own_group.native
-        channel: Channel
-        if on_cpu and is_shared:
-            from paceline.ddp.shared_channel import SharedChannel
-
-            channel = SharedChannel(group, own_group)
-        elif on_cpu:
-            channel = Channel(group, own_group)
+    def all_reduce(self, tensor: Tensor) -> Launched:
+        """Launch the sum of `tensor`. Large tensors not returned by :meth:`allocate` are copied there and back."""
+        self.count_launch()
+        launched: Launched
+        if tensor.nbytes <= self.group.small_bytes:
+            launched = self.group.launch_own_sum(tensor.view(-1))
+        elif self.group.holds(tensor):
+            launched = self.group.launch_all_reduce(tensor)
         else:
-            channel = DeviceChannel(group, own_group, device)
-        # A Paceline group in shared memory already handles host data, so it needs no second group.
-        if not on_cpu or TEST_HOST_CHANNEL in os.environ:
-            channel.use_host(_open_host_channel(group, timeout, own_group if is_shared and not on_cpu else None))
-    through = "shared memory" if on_cpu and is_shared else f"the group's backend, {backend}"
-    logger.info("rank %d: gradients travel through %s", dist.get_rank(group), through)
-    return channel
+            launched = _CopiedBack(self, tensor)
+        return launched
+
+    def gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Launched:
+        """Start copying from the other ranks' `tensor`, allocated by :meth:`allocate`, into this rank's tensors.
+
+        Waiting for the result returns once no rank reads from this rank's memory any longer.
+
+        Args:
+            tensor: the tensor that other ranks read; it has the same length on every rank.
+            places: for each rank, the tensors to copy into, each with the slice of that rank's `tensor` to copy.
+        """
+        self.count_launch()
+        launched: Launched = self.group.launch_gather(tensor, places)
+        return launched
 
 
-def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, present: Any) -> Channel:
-    """Open a channel for control blocks between CPUs, using the group `present` if given."""
-    own_group = present or open_host_group(group, timeout)
-    logger.info(
-        "rank %d: control blocks travel through %s",
-        dist.get_rank(group),
-        "shared memory" if own_group.native else "Gloo",
-    )
-    return HostChannel(group, own_group) if own_group.native else Channel(group, own_group)
+class _CopiedBack:
+    """A launched reduction of a copy in shared memory, because peers can only read the group's own memory."""
+
+    def __init__(self, channel: SharedChannel, tensor: Tensor) -> None:
+        self._channel, self._tensor = channel, tensor
+        self._copy: Tensor | None = channel.allocate(tensor.numel(), tensor.dtype)
+        self._copy.copy_(tensor.view(-1))
+        self._operation = channel.group.launch_all_reduce(self._copy)
+
+    def is_completed(self) -> bool:
+        return bool(self._operation.is_completed())
+
+    def wait(self) -> None:
+        self._operation.wait()
+        if self._copy is not None:
+            self._tensor.view(-1).copy_(self._copy)
+            self._channel.free(self._copy)
+            self._copy = None
 
 
-def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> PacelineProcessGroup:
-    """Open a group with the ranks of `group` for host data, using shared memory, or Gloo between hosts."""
-    try:
-        own_group: PacelineProcessGroup = open_own_group(group, OWN_BACKEND, timeout)
-    except CommunicationError as error:
-        raise CommunicationError(
-            "with gradients on GPUs, ranks exchange control blocks between their CPUs, which requires Gloo over TCP "
-            f"between hosts, even if the world was initialized with NCCL alone: {error}"
-        ).because_of(error.blamed or ()) from error
-    return own_group
+class ExposedTime:
+    """Adds up the waiting time for gradients on `device`.
 
+    On a CPU, this is host time. A GPU waits while the host continues, so the time is measured between two events on its
+    stream. Events are read in batches after the device has passed them, so the host never waits for them. Reading two
+    events in every step would take several times as long as recording them.
+    """
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the group's timeout, which groups created from it do not inherit."""
-    if dist.get_backend(group) == OWN_BACKEND:
-        return cast("PacelineProcessGroup", group).timeout
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.of_host: AbstractContextManager[Any] = self if device.type == "cpu" else nullcontext()
+        """Measures the host's wait for the other ranks' reports. A no-op with a GPU, which continues meanwhile."""
+        self._read = 0.0  # sum of the measurements read so far
+        self._begin: Any = None  # time or event at the start of the current wait
+        self._pending: deque[tuple[Any, Any]] = deque()  # start and end of unread measurements, oldest first
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds. On a GPU, the latest steps may be missing, because the GPU may not have finished them."""
+        self._read_passed()
+        return self._read
+
+    def __enter__(self) -> None:
+        if self.device.type == "cpu":
+            self._begin = time.perf_counter()
+        elif is_capturing(self.device) or self._is_far_ahead():
+            self._begin = None  # replays of a captured graph do not run this code
+        else:
+            self._begin = self._event()
+            self._begin.record()
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cpu":
+            self._read += time.perf_counter() - self._begin
+        elif self._begin is not None:
+            end = self._event()
+            end.record()
+            self._pending.append((self._begin, end))
+
+    def _read_passed(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            begin, end = self._pending.popleft()
+            self._read += begin.elapsed_time(end) / 1000
+
+    def _is_far_ahead(self) -> bool:
+        if len(self._pending) < MOST_PENDING:
+            return False
+        self._read_passed()
+        return len(self._pending) >= MOST_PENDING
+
+    def _event(self) -> Any:
+        return torch.Event(device=self.device, enable_timing=True)

@@ -38,18 +38,22 @@ from paceline.core.torch_internals import multiply_each
 from paceline.core.unwrapping import Communicates
 from paceline.ddp.buckets import Bucket
 from paceline.ddp.channel import Channel, Launched, timeout_of
+from paceline.ddp.connection import Replica
 from paceline.ddp.control_block import Notes
 from paceline.ddp.finisher import Finisher, show_own
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.options import Options
+from paceline.ddp.reducer import Reducer
 from paceline.ddp.weights import compute_correction
 from paceline.errors import CommunicationError, HookError, PacelineError, UsageError
-
-# Checks the signature of a communication hook before its first call, like torch does.
-
 
 Hook = Callable[[Any, Any], Any]
 _ZERO = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 _ANY = (inspect.Parameter.empty, Any, object)
+_BUILTIN = {
+    Builtin.ALLREDUCE: default_hooks.allreduce_hook,
+    Builtin.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
 
 
 def name_of(hook: object) -> str:
@@ -57,7 +61,7 @@ def name_of(hook: object) -> str:
 
 
 def check_hook(hook: Any) -> None:
-    """Check the signature of a hook like torch does."""
+    """Check the signature of a communication hook before its first call, like torch does."""
     wanted = "give a function hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
     if not callable(hook):
         raise HookError(f"Communication hook must be callable, but {hook!r} is not; {wanted}")
@@ -97,6 +101,44 @@ def _signature(hook: Callable[..., Any]) -> inspect.Signature | None:
         return None  # functions written in C may have no signature
     except Exception:  # an annotation may name a type that is imported only for a type checker
         return inspect.signature(hook)
+
+
+def builtin_hook(comm_hook_type: Any) -> Hook:
+    """Return torch's Python hook for ``ALLREDUCE`` or ``FP16_COMPRESS``."""
+    if comm_hook_type not in _BUILTIN:
+        raise UsageError(f"{comm_hook_type!r} is not a dist.BuiltinCommHookType; give ALLREDUCE or FP16_COMPRESS")
+    return _BUILTIN[comm_hook_type]
+
+
+def use_hook(
+    state: object, hook: Hook, reducer: Reducer, replica: Replica, options: Options, group: dist.ProcessGroup
+) -> None:
+    """Use `hook` instead of the all-reduce to reduce the buckets of `reducer` from now on."""
+    if reducer.virtual_ranks:
+        raise UsageError(
+            f"communication hook {name_of(hook)!r} adds up gradients in another order; leave it out with "
+            f"virtual_ranks={reducer.virtual_ranks}"
+        )
+    if isinstance(state, Compressor) and state.group is not group:
+        raise UsageError(
+            f"{type(state).__name__} was not created for this wrapper's process group; create it from the wrapped "
+            f"model: {type(state).__name__}(model, ...)"
+        )
+    # A bucket fills earlier on a rank that does not use some of its parameters. There, the hook's collective would
+    # precede a layer's collective, but on other ranks it would follow; both usually use the same process group.
+    layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in replica.module.modules())
+    make = partial(
+        HookFinisher,
+        state,
+        hook,
+        [local_of(parameter) for parameter in replica.parameters()],
+        replica.ledger,
+        timeout_of(group, replica.device),
+        layers_first=layers and options.unused == "allow",
+    )
+    reducer.use_finisher(make)
+    # A hook may average over only some of the ranks (local SGD); replicas then differ between averages.
+    replica.ledger.compare_at = inf
 
 
 class GradBucket(TorchGradBucket):
@@ -318,53 +360,3 @@ def _described(tensor: Tensor) -> str:
     layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
     kind = f"{type(tensor).__name__} of " if is_sharded(tensor) else ""
     return f"{kind}shape {tuple(tensor.shape)}, {tensor.dtype}{layout}, on {tensor.device}"
-
-
-_BUILTIN = {
-    Builtin.ALLREDUCE: default_hooks.allreduce_hook,
-    Builtin.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-}
-
-
-def builtin_hook(comm_hook_type: Any) -> Hook:
-    """Return torch's Python hook for ``ALLREDUCE`` or ``FP16_COMPRESS``."""
-    if comm_hook_type not in _BUILTIN:
-        raise UsageError(f"{comm_hook_type!r} is not a dist.BuiltinCommHookType; give ALLREDUCE or FP16_COMPRESS")
-    return _BUILTIN[comm_hook_type]
-
-
-def put_hook(wrapper: Any, state: object, hook: Hook) -> None:
-    """Use `hook` instead of the all-reduce to reduce the buckets of `wrapper` from now on."""
-    if wrapper._comm_hooks:
-        raise UsageError(
-            "register_comm_hook or register_builtin_comm_hook can only be called once, and "
-            f"{name_of(wrapper._comm_hooks[0][0])!r} is registered already; let one hook call the other"
-        )
-    options, replica = wrapper._options, wrapper._replica
-    reducer = wrapper._engine.connected()  # on a single rank, only a hook needs buckets
-    if reducer.virtual_ranks:
-        raise UsageError(
-            f"communication hook {name_of(hook)!r} adds up gradients in another order; leave it out with "
-            f"virtual_ranks={reducer.virtual_ranks}"
-        )
-    if isinstance(state, Compressor) and state.group is not wrapper.process_group:
-        raise UsageError(
-            f"{type(state).__name__} was not created for this wrapper's process group; create it from the wrapped "
-            f"model: {type(state).__name__}(model, ...)"
-        )
-    # A bucket fills earlier on a rank that does not use some of its parameters. There, the hook's collective would
-    # precede a layer's collective, but on other ranks it would follow; both usually use the same process group.
-    layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in replica.module.modules())
-    make = partial(
-        HookFinisher,
-        state,
-        hook,
-        [local_of(parameter) for parameter in replica.parameters()],
-        replica.ledger,
-        timeout_of(wrapper.process_group, replica.device),
-        layers_first=layers and options.unused == "allow",
-    )
-    reducer.use_finisher(make)
-    # A hook may average over only some of the ranks (local SGD); replicas then differ between averages.
-    replica.ledger.compare_at = inf
-    wrapper._comm_hooks.append((hook, state))

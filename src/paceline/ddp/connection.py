@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.comm.forking import finalize
 from paceline.core.spans import recorder
+from paceline.core.torch_internals import TorchDDP
 from paceline.core.unwrapping import plain_name
 from paceline.ddp.buffers import Buffers, BufferSync
 from paceline.ddp.channel import Channel, open_channel
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
     from paceline.ddp.compute_check import ComputeCheck
     from paceline.ddp.virtual_ranks import VirtualRanks
 
-
-# The replica: one rank's module from the wrapper's point of view, without any communication.
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Replica:
-    """Knows which parameters and buffers of a module are synchronized, and counts this rank's steps.
+    """One rank's module: knows which parameters and buffers are synchronized, and counts this rank's steps.
 
     Args:
         modules: the wrapper's ``_modules``, so that assigning a new ``model.module`` is detected too.
@@ -75,8 +76,7 @@ class Replica:
         return list(self.module.parameters())
 
     def initial_tensors(self, options: Options) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that must be equal when averaging begins: parameters (including frozen ones) and
-        buffers."""
+        """Return the tensors that must be equal when averaging begins: parameters, also frozen ones, and buffers."""
         parameters = self.module.named_parameters()
         buffers = self.buffers.named().items() if options.syncs_initial_buffers else []
         return [*((name, tensor) for name, tensor in parameters if name not in self._ignored), *buffers]
@@ -85,11 +85,6 @@ class Replica:
         """From now on, average the parameters `named`, and synchronize the buffers that were added with them."""
         self.trained = named
         self.buffers.renew(self.module)
-
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-TorchDDP = nn.parallel.DistributedDataParallel
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,12 @@ from torch.optim import Optimizer
 from paceline.core.missing_ranks import collective
 from paceline.core.stacks import warn
 from paceline.core.torch_distributed import local_of, make_disabled_join
+from paceline.core.torch_internals import TorchDDP
 from paceline.core.unwrapping import Communicates
 from paceline.ddp.connection import Connection, Replica
 from paceline.ddp.joined_steps import Event, JoinedSteps, Stage
 from paceline.ddp.step_guard import StepGuard
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from paceline.ddp.wrapper import SyncControl
 
 
 class Announcement:
@@ -55,7 +53,7 @@ class Announcement:
 class Leaving(JoinHook):
     """Ends ``join`` for a wrapper; sufficient for a single rank."""
 
-    def __init__(self, wrapper: Joinable) -> None:
+    def __init__(self, wrapper: TorchDDP) -> None:
         self._wrapper = wrapper
 
     def leave_step(self) -> None:
@@ -77,23 +75,25 @@ class Shadow(Leaving):
         wrapper, connection, replica, guard: the wrapper in ``join``, and its parts.
         optimizers: optimizers whose state is sent to all ranks at the end.
         divides_by_all: whether means still count this rank after it has run out of data.
+        takes_buffers_along: whether all ranks take over the buffers with the model; otherwise each keeps its own.
     """
 
     def __init__(
         self,
-        wrapper: SyncControl,
+        wrapper: TorchDDP,
         connection: Connection,
         replica: Replica,
         guard: StepGuard,
         optimizers: Sequence[Optimizer],
         *,
         divides_by_all: bool,
+        takes_buffers_along: bool,
     ) -> None:
         super().__init__(wrapper)
         self._steps, self._reducer, self._buffers = connection.joined_steps, connection.reducer, connection.buffers
         self._replica, self._ledger, self._is_counted = replica, replica.ledger, divides_by_all
         self._channel, self._guard, self._optimizers = connection.channel, guard, optimizers
-        self._takes_buffers_along = wrapper.forward_sync_buffers  # otherwise each rank keeps its buffers
+        self._takes_buffers_along = takes_buffers_along
         self._steps.reset()
         # Layers whose collectives are announced; events refer to them by index. Empty after ``join`` has ended.
         self._layers: Sequence[Communicates] = layers_to_shadow(replica.module, wrapper.process_group)
@@ -134,7 +134,7 @@ class Shadow(Leaving):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Make all ranks use the same model after all have run out of data. Collective."""
-        self._wrapper._authoritative_rank = self._take_over_model(is_last_joiner)  # type: ignore[attr-defined]
+        self._wrapper._authoritative_rank = self._take_over_model(is_last_joiner)
         self.end()
 
     def _take_over_model(self, is_last_joiner: bool) -> int:
@@ -185,9 +185,9 @@ def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Commun
     own_ranks = set(dist.get_process_group_ranks(group))
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Communicates)}
     for name, layer in layers.items():
-        if strangers := sorted(set(layer.ranks()) - own_ranks):
+        if outside := sorted(set(layer.ranks()) - own_ranks):
             raise UsageError(
-                f"{type(layer).__name__} {name!r} communicates with ranks {strangers}, which do not average with "
+                f"{type(layer).__name__} {name!r} communicates with ranks {outside}, which do not average with "
                 f"ranks {sorted(own_ranks)} and so would not learn when data runs out inside join(); give the layer a "
                 "process_group that contains only ranks of the wrapper's group"
             )

@@ -18,8 +18,7 @@ from paceline.core.failpoints import strike
 from paceline.core.flat_views import flattened
 from paceline.core.torch_internals import copy_each, count_uses
 from paceline.ddp.buckets import CAPACITY, assign
-from paceline.ddp.channel import Channel, Launched, open_channel
-from paceline.ddp.shared_channel import SharedChannel
+from paceline.ddp.channel import Channel, Launched, SharedChannel, open_channel
 from paceline.errors import UsageError
 from paceline.optim.arguments import Subject
 

@@ -9,9 +9,10 @@ from contextlib import suppress
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from paceline import __version__
-from paceline.core.command_line import INTERRUPTED, Commands, Verbatim, load_torch, options_of, or_near
+from paceline.core.command_line import INTERRUPTED, Commands, load_torch, options_of, or_near
 from paceline.core.host import reached
 from paceline.core.messages import drop_unwritten, end_echo, say
 from paceline.errors import UsageError
@@ -32,8 +33,13 @@ class Completion(NamedTuple):
     help: str | None = None
 
 
-class Run(Verbatim):
-    """The command ``run``, whose options are parsed by argparse."""
+class Run(TyperCommand):
+    """The command ``run``. Its arguments, including ``--help``, are parsed by argparse."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leave all parsing to the command."""
+        ctx.args = list(args)
+        return []
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Return the options that begin with `incomplete`."""

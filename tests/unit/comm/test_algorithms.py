@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from paceline.comm import algorithms
-from paceline.comm.algorithms import NAMES, bounds, build, elements, holdings
-from paceline.comm.schedules import Model, features
+from paceline.comm.schedules import NAMES, Model, bounds, build, elements, features, holdings
 from paceline.core.world import World
 from paceline.errors import CommunicationError, DesyncError, PacelineError, UsageError, WorldError
 from threads import ThreadRanks

@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 from paceline import DistributedDataParallel
-from paceline.comm import handshake, shm_engine
+from paceline.comm import gloo, handshake, shm_engine
 from paceline.comm.shm_arena import Arena
 from paceline.comm.shm_collectives import STAGE_BYTES
 from paceline.core.world import World
@@ -179,6 +179,25 @@ def test_a_rank_missing_from_the_handshake_is_named_and_descriptors_are_closed()
     del arena
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("Resource temporarily unavailable", "no process or thread can be started; raise the limit of the user"),
+        ("Too many open files", "the limit on open files, "),
+        ("connection refused", "set GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_a_limit_reached_inside_gloo_is_named(monkeypatch: pytest.MonkeyPatch, error: str, remedy: str) -> None:
+    # A rank without threads was told to set GLOO_SOCKET_IFNAME.
+    def fail(*_: object) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(gloo, "ProcessGroupGloo", fail)
+    monkeypatch.setattr(gloo, "GRACE_S", 0)
+    with pytest.raises(CommunicationError, match=f"rank 0: Gloo could not connect with rank 1.*{error}.*{remedy}"):
+        gloo.connect_gloo(HashStore(), 0, 2, timedelta(seconds=5), range(2))
 
 
 # -- different operations ----------------------------------------------------------------------------------------------

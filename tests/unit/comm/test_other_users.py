@@ -392,7 +392,7 @@ LISTENS = ("0:1F90", "0:0000", "0A", 7, 10)
 def test_a_connection_of_another_user_is_found_in_the_kernel_table(
     table: list[tuple[str, str, str, int, int]], found: tuple[int, int] | None
 ) -> None:
-    assert gloo.stranger([gloo.Connection(*line) for line in table], {10, 11}, 7) == found
+    assert gloo.foreign_connection([gloo.Connection(*line) for line in table], {10, 11}, 7) == found
 
 
 # -- nested jobs -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import paceline
 from browser import run_in_page
-from paceline.comm.algorithms import NAMES, Schedule, build
+from paceline.comm.schedules import NAMES, Schedule, build
 from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.tools.explain import bubble, buckets, collectives

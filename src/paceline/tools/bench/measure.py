@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.algorithms import Members, build, execute
+from paceline.comm.algorithms import Members, execute
 from paceline.comm.process_group import PacelineProcessGroup
+from paceline.comm.schedules import build
 from paceline.core.host import cores
 from paceline.core.messages import say
 from paceline.core.world import init

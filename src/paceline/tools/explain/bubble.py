@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from paceline.comm.algorithms import build
-from paceline.comm.schedules import Model
+from paceline.comm.schedules import Model, build
 from paceline.core.messages import counted
 from paceline.core.missing_ranks import named_ranks, ranks_by_value
 from paceline.core.tables import new_table

@@ -6,8 +6,7 @@ All other timelines use the sizes and speeds defined here. Everything else follo
 
 from __future__ import annotations
 
-from paceline.comm.algorithms import build
-from paceline.comm.schedules import Model
+from paceline.comm.schedules import Model, build
 from paceline.core.messages import counted
 from paceline.core.tables import new_table
 from paceline.ddp.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap

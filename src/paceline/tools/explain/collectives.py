@@ -1,6 +1,6 @@
 """The six collectives, and the schedule of any algorithm: every rank's data after each step.
 
-Works for any schedule of :mod:`paceline.comm.algorithms`. Each column is a rank, each row a chunk. A cell is empty if
+Works for any schedule of :mod:`paceline.comm.schedules`. Each column is a rank, each row a chunk. A cell is empty if
 the result does not depend on it.
 """
 

@@ -68,7 +68,7 @@ def explain(
 
 def scenes(subject: str, ranks: int) -> list[Scene]:
     """Draw the scenes of the subject `subject`, one of :data:`KNOWN`."""
-    from paceline.comm.algorithms import build
+    from paceline.comm.schedules import build
     from paceline.tools.explain import bubble, buckets, collectives, slices, ways, workflow
 
     if subject in SCHEDULES:

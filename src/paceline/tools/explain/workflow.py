@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from paceline.comm.algorithms import build
+from paceline.comm.schedules import build
 from paceline.core.messages import counted
 from paceline.core.tables import new_table
 from paceline.ddp.buckets import Overlap, overlap
