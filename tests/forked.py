@@ -139,8 +139,7 @@ def _command(
         first()  # only now, because it may replace the streams
     if ranks:
         os.environ["PACELINE_PRELOAD"] = "0"  # ranks are forked from the launcher anyway
-        from paceline.core.torch_elastic import starting_ranks_with
-        from paceline.launch import restart_policy
+        from insides import restart_policy, starting_ranks_with
 
         vars(restart_policy)["subprocess"] = SimpleNamespace(run=_run_copy)
         with starting_ranks_with(_rank):

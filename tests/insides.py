@@ -6,7 +6,8 @@ Tests use private names only through this file, so only this file changes when c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +17,201 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 from paceline.ddp import DistributedDataParallel
+
+_NAMES = {
+    "checkpoint.due_saves": "DAY_S DueSaves automatic_interval",
+    "checkpoint.persist_rescued": "keep",
+    "checkpoint.rank_states": (
+        "OwnStates OwnStatesFiles StepBarrier buffers_in carry_over objects_in read_own_states states_path"
+    ),
+    "checkpoint.recovery": "Contents DESTINATION Recovery",
+    "checkpoint.registered": "Registered",
+    "checkpoint.run_folder": "RunFolder",
+    "checkpoint.safetensors_file": "read_specs",
+    "checkpoint.signals": "Interrupts StopRequests",
+    "checkpoint.state_codec": "Encoder STORABLE Unencodable decode",
+    "checkpoint.step_boundary": "Boundary SmallBuffers from_snapshot snapshot",
+    "checkpoint.step_names": "step_name",
+    "comm.forking": "keep_in_children",
+    "comm.gloo": "connect_gloo",
+    "comm.handshake": "Peer",
+    "comm.own_group": "open_own_group",
+    "comm.process_group": "PacelineProcessGroup",
+    "comm.schedules": "Model NAMES Schedule bounds build elements features holdings",
+    "comm.shm_arena": "Arena HEADER_BYTES",
+    "comm.shm_collectives": "SMALL_BYTES STAGE_BYTES",
+    "comm.shm_engine": "Engine",
+    "comm.topology": "Refused SPLIT memory_identity",
+    "comm.work": "Handle Runner",
+    "compression.low_precision": "CHUNK",
+    "compression.powersgd": "orthonormal product",
+    "core.black_box": "BUCKET_WAIT BlackBox FOLDER PHASES Snapshot open_box path_of=black_box_path_of read_box",
+    "core.data_position": "Origin",
+    "core.digests": "PIECE quick_digest tensor_digest weights_sha256",
+    "core.host": "busy_seconds is_running processor_seconds",
+    "core.job_directory": "JobFolder JobNote PARENT read_note running_jobs",
+    "core.messages": "digits",
+    "core.rank_lookup": "NAMES=rank_lookup_NAMES",
+    "core.rank_page": "SIZE",
+    "core.rng": "derive_seed rng_state seed_all set_rng_state",
+    "core.schedulers": "PORTS adopt adopted",
+    "core.spans": (
+        "BACKWARD CHECKPOINT COLLECTIVE CONTROL DATA_WAIT DONE FORWARD GRADIENT LAUNCH OPTIMIZER REDUCE Recorder "
+        "SENT Span WAIT recorder"
+    ),
+    "core.stacks": "place_in",
+    "core.step_progress": "BEFORE RESCUE RESTARTS SPARE STEPS StepRecord job_folder key_of record_path records_in",
+    "core.stores": "NotPrivate is_one_host make_file open_file path_of=stores_path_of private_store",
+    "core.torch_distributed": "get_default_store get_known_groups is_sharded whole_of",
+    "core.torch_elastic": "OPTIMIZERS_NEED starting_ranks_with",
+    "core.torch_internals": "GraphTask queue_callback",
+    "core.unwrapping": "AveragingWrapper",
+    "core.virtual_ranks": "seed_of_slice",
+    "core.world": "TIMEOUT _place check_own_gpu choose_gpu current gpu_name",
+    "data.balance": "split_by_cost split_by_padded_cost",
+    "data.dataset_digest": "outline_digest",
+    "data.slices": "batch_count shares_by_speed slice_bounds",
+    "ddp.arrivals": "copy_into grads_are_none",
+    "ddp.backward": "tensors_in",
+    "ddp.buckets": "Bucket arrival_order assign overlap",
+    "ddp.channel": "ExposedTime MOST_PENDING TEST_HOST_CHANNEL open_channel open_host_group",
+    "ddp.comm_hook": "GradBucket",
+    "ddp.compute_check": "Fault judge",
+    "ddp.control_block": "ControlBlock Status StatusDigest tail_width",
+    "ddp.exchange": "LateReading USUAL_STEPS",
+    "ddp.extensions": "GraphCapture unused_message",
+    "ddp.joined_steps": "Event Message decode=joined_steps_decode encode event_number",
+    "ddp.ledger": "Ledger",
+    "ddp.options": "capacities",
+    "ddp.replica_check": "drift",
+    "ddp.step_guard": "StepGuard",
+    "ddp.weights": "LOOKS MEAN UNWEIGHTED WEIGHTED compute_scale",
+    "launch.agent": "launch",
+    "launch.failure_record": "Record blamed_by may_pass",
+    "launch.fork_client": "ForkServer",
+    "launch.hang_detection": "RankView hanging waiting_call",
+    "launch.hook.run_module": "module_command",
+    "launch.job": "Job LOOPBACK black_boxes loopback_store resolve_nproc title_of torchrun_environment",
+    "launch.job_report": "JobReport exception_of failure_of",
+    "launch.options": "Supervision",
+    "launch.rank_processes": "RankProcesses",
+    "launch.restart_policy": "GPUS Restarts",
+    "launch.root_cause": (
+        "End NOT_BEGUN State cause doings failures headline identity raised remarks report state_of usage"
+    ),
+    "launch.signals": "HELD_BACK",
+    "launch.verdict": "Cause Change EARLY_S Failure LIMIT Past Places Reached Verdict verdict",
+    "optim.sharding": "cut_evenly deal_out",
+    "planner.critical_batch": "NoiseScale estimate trade_off trainings verdict=critical_batch_verdict",
+    "planner.goodput": "best_interval goodput",
+    "planner.hardware": (
+        "Calibration Cluster GBIT Link PUBLISHED UNKNOWN between_link device device_or_unknown inside_link links table"
+    ),
+    "planner.predictions": (
+        "Job=predictions_Job Layer Workload backward_timeline effects equal_layers from_flags simulate"
+    ),
+    "planner.profiles": "Profiled fit from_profiles from_summary",
+    "profiler.advice": "Advice",
+    "profiler.analyze": "Report read_facts report_of summary",
+    "profiler.chrome_trace": "trace_events",
+    "profiler.facts": "Facts is_lasting late_since plan_of",
+    "profiler.host_load": (
+        "CollectorPauses HostLoad busy_seconds=host_load_busy_seconds load_of neighbours own_seconds quota"
+    ),
+    "profiler.measurements": "DeviceTimes Forwards GradientNorms LAG",
+    "profiler.operator_table": "Operator OperatorTable operators_in overlap_of_kernels read_trace tabulate",
+    "profiler.page": "find_outliers page",
+    "profiler.profiling": "RESULTS write_results",
+    "profiler.rank_file": (
+        "FOLDER=rank_file_FOLDER KILLED RankRecord path_of read_ranks trace_of write_facts write_steps"
+    ),
+    "profiler.recorder": "Session",
+    "profiler.stack_samples": "StackSampler between_spans function_of",
+    "profiler.step_breakdown": (
+        "account bucket_times detailed_steps find_bubbles gradient_times mean_of reduced_and_hidden"
+    ),
+    "profiler.steps": "MEETING MOST Meeting Step bound_offset cut_into_stretches offset_at seconds_by_part shared",
+    "testing.assertions": "gradient_difference tensor_difference weight_difference",
+    "testing.pool": "Ranks TIMEOUT_S fork_server plain_start_method preload run_ranks",
+    "tools.bench.bench_command": "OPS parse_ops parse_sizes",
+    "tools.bench.measure": "OURS take_turns",
+    "tools.bench.report": "Row",
+    "tools.checkpoint_files": "export",
+    "tools.compare.measured_run": "TURN Turns",
+    "tools.compare.modes": "MODES Way choose_ways",
+    "tools.compare.report": "COLUMNS=report_COLUMNS Row=report_Row figures notes weights_difference",
+    "tools.explain.buckets": "BANDWIDTH LATENCY",
+    "tools.explain.collectives": "BEFORE_2_13 Collective outcome states",
+    "tools.explain.drawing": "Cell",
+    "tools.explain.explain_command": "KNOWN MOST_RANKS scenes",
+    "tools.explain.scene": "Frame page=scene_page sheet",
+    "tools.explain.slices": "expression steps",
+    "tools.main": "main",
+    "tools.memory_estimate.activations": "Activations Batch activations_of",
+    "tools.memory_estimate.footprints": "DDP FSDP2 Footprint SHARDED TORCH_DDP Training parse_optimizer",
+    "tools.memory_estimate.models": "BuiltModel",
+    "tools.notebook.cell_parser": "Start parsed_start pulled ranks_in routed",
+    "tools.notebook.execution": "Conversation Shown Wait wait_in",
+    "tools.notebook.magics": "RankMagics",
+    "tools.notebook.output": "Folding PATIENCE_S",
+    "tools.notebook.processes": "Process Processes",
+    "tools.notebook.rank": "Channel Rank",
+    "tools.plan.report": "Outlook document look_ahead notes=report_notes plot_outlook trainings_table",
+    "tools.profile_command": "ProfileSettings parts_table print_summary",
+    "tools.program": "option",
+    "tools.recipes.configs": "DEFAULT_MODEL DigitsConfig LmConfig MrpcConfig",
+    "tools.recipes.datasets": (
+        "COLUMNS Characters IGNORED Pair TokenizedPairs Windows f1_score majority_baseline make_corpus "
+        "read_folder read_pairs read_text split"
+    ),
+    "tools.recipes.lm": "GPT optimizer_for train_lm written_on",
+    "tools.recipes.mrpc": "remark train_mrpc",
+    "tools.run_options": "add_own_options",
+    "tools.top": "ENDED RUNNING RankStatus STARTING choose describe find_straggler",
+    "train.checkpoints": "DataIdentity Saves fingerprint",
+    "train.loggers": "Loggers ProgressDisplay",
+    "train.metrics": "LossAverage",
+    "train.run": "RunState",
+}
+"""The names that tests use of each internal module; ``name=alias`` if another module has the same name."""
+_MODULES = (
+    "checkpoint.captures checkpoint.checkpointer checkpoint.due_saves checkpoint.manifest checkpoint.restore "
+    "checkpoint.run_folder checkpoint.safetensors_file checkpoint.saving checkpoint.state_codec "
+    "checkpoint.step_folders comm.gloo comm.handshake comm.own_group comm.shm_engine compression.compressor "
+    "compression.pipeline core.consensus core.device_streams core.failpoints core.failure_callbacks "
+    "core.job_directory core.missing_ranks core.nccl_communicators core.stores core.strict_json "
+    "core.torch_distributed core.torch_elastic core.torch_internals core.world ddp.arrivals ddp.channel "
+    "ddp.extensions ddp.finisher ddp.local ddp.reducer ddp.wrapper launch.agent launch.failure_record "
+    "launch.fork_client launch.fork_server=launch_fork_server launch.guard launch.hang_detection launch.job "
+    "launch.output launch.rank_processes launch.restart_policy launch.signals launch.stack_dump "
+    "launch.verdict=launch_verdict nn.sync_batch_norm optim.sharding profiler.advice profiler.rank_file "
+    "profiler.recorder=profiler_recorder profiler.stack_samples profiler.step_parts tools.bench.measure "
+    "tools.checkpoint_files tools.explain.bubble tools.explain.buckets tools.explain.collectives tools.hub "
+    "tools.main=tools_main tools.recipes.commands tools.recipes.mrpc tools.run_command tools.run_options "
+    "train.checkpoints train.training_step "
+)
+"""The internal modules whose attributes tests read or replace; ``module=alias`` as above."""
+
+
+def _homes() -> Iterator[tuple[str, str, str]]:
+    """Yield the alias, module and name of everything in the tables; the name is empty for a module."""
+    for module, names in _NAMES.items():
+        for name, _, alias in (entry.partition("=") for entry in names.split()):
+            yield alias or name, module, name
+    for module, _, alias in (entry.partition("=") for entry in _MODULES.split()):
+        yield alias or module.rpartition(".")[2], module, ""
+
+
+_HOMES = {alias: (f"paceline.{module}", name) for alias, module, name in _homes()}
+
+
+def __getattr__(alias: str) -> Any:
+    """Import what a test asks for, and no other module."""
+    if alias not in _HOMES:
+        raise AttributeError(f"tests/insides.py has no {alias!r}; name its module there")
+    module, name = _HOMES[alias]
+    return getattr(import_module(module), name) if name else import_module(module)
+
 
 keep_versions: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
 """Context in which writes to the given tensors do not increase their autograd version counters."""

@@ -26,8 +26,7 @@ from typing import Any
 import pytest
 
 from forked import Forked
-from paceline.core import failpoints
-from paceline.launch import guard
+from insides import failpoints, guard
 
 TIMEOUT_S = 300.0  # reached only by a hanging command or on a very busy machine
 
@@ -47,7 +46,7 @@ def paceline(folder: Path, *arguments: str, **options: Any) -> subprocess.Comple
 
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     """Run the command in this process and return its exit code."""
-    from paceline.tools.main import main
+    from insides import main
 
     monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
     with pytest.raises(SystemExit) as end:

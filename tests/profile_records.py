@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.core.spans import (
+from insides import (
     BACKWARD,
     CHECKPOINT,
     CONTROL,
@@ -16,14 +16,18 @@ from paceline.core.spans import (
     LAUNCH,
     OPTIMIZER,
     WAIT,
+    Advice,
+    Facts,
+    Meeting,
+    OperatorTable,
+    RankRecord,
+    Report,
     Span,
+    Step,
+    cut_into_stretches,
+    report_of,
+    seconds_by_part,
 )
-from paceline.profiler.advice import Advice
-from paceline.profiler.analyze import Report, report_of
-from paceline.profiler.facts import Facts
-from paceline.profiler.operator_table import OperatorTable
-from paceline.profiler.rank_file import RankRecord
-from paceline.profiler.steps import Meeting, Step, cut_into_stretches, seconds_by_part
 
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]

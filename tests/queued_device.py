@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from insides import TorchDispatchMode, tree_leaves, tree_map_only
-from paceline.core import device_streams
+from insides import TorchDispatchMode, device_streams, tree_leaves, tree_map_only
 
 _ASKS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "is_nonzero"}
 _UNFILLED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}

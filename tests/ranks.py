@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.testing.pool import (
-    TIMEOUT_S,
-    Pools,
-    RankFailed,
-    Ranks,
-    fork_server,
-    plain_start_method,
-    preload,
-    run_ranks,
-)
+from insides import TIMEOUT_S, Ranks, fork_server, plain_start_method, preload, run_ranks
+from paceline.testing import Pools, RankFailed
 
 __all__ = ["TIMEOUT_S", "Pools", "RankFailed", "Ranks", "fork_server", "plain_start_method", "run_ranks"]
 

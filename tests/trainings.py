@@ -24,14 +24,13 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, IterableDataset
 
+from insides import rng_state, tensor_digest, training_step, weights_sha256
+from paceline import World, set_seed
 from paceline.checkpoint import Checkpointer
-from paceline.core.digests import tensor_digest, weights_sha256
-from paceline.core.rng import rng_state, set_seed
-from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import PacelineError
-from paceline.train import Evaluation, JsonLines, Result, TrainConfig, Trainer, lr_factor, training_step
+from paceline.train import Evaluation, JsonLines, Result, TrainConfig, Trainer, lr_factor
 
 FEATURES, WIDTH, CLASSES = 6, 16, 3
 LR = 0.05

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline import unwrap
-from paceline.core.world import World
+from insides import gradient_difference, tensor_difference, weight_difference
+from paceline import World, unwrap
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.nn import SyncBatchNorm
-from paceline.testing.assertions import gradient_difference, tensor_difference, weight_difference
 from ranks import Pools as Pools
 
 INPUTS, OUTPUTS = 5, 3

@@ -14,8 +14,7 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
-from paceline import testing
-from paceline.core.world import World
+from paceline import World, testing
 
 UNDER_TORCH = os.environ.get("BUGGY_UNDER") == "torch"
 DDP = TorchDDP if UNDER_TORCH else paceline.DistributedDataParallel

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from paceline.comm.process_group import PacelineProcessGroup
-from paceline.core.world import World
+from insides import PacelineProcessGroup
+from paceline import World
 from ranks import Pools
 
 pytestmark = pytest.mark.slow

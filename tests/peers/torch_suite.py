@@ -31,7 +31,7 @@ from torch.distributed import device_mesh
 
 import paceline
 from cpu_as_cuda import Cuda, CudaToCpu, Device, View, autocast, grad_scaler
-from paceline.core.world import World
+from paceline import World
 
 # Replacements in torch's source, by method: smaller sizes and fewer repetitions for the CPU.
 SHORTER = {

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from insides import NAMES, bounds, build
+from paceline import World
 from paceline.comm import algorithms
-from paceline.comm.schedules import NAMES, bounds, build
-from paceline.core.world import World
 from threads import ThreadRanks
 from twins import Pools
 

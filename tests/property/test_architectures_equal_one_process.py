@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from drawn import LONG
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel, accumulate
 from twins import Pools, same_gradients, same_weights
 

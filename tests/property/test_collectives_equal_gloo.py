@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from drawn import draws
-from paceline.comm.shm_collectives import STAGE_BYTES
-from paceline.comm.work import Handle
-from paceline.core.world import World
+from insides import STAGE_BYTES, Handle
+from paceline import World
 from twins import Pools
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.core.spans import LAUNCH, WAIT, recorder
-from paceline.core.world import World
+from insides import LAUNCH, WAIT, recorder
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from ranks import Pools, run_ranks

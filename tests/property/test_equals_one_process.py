@@ -20,7 +20,7 @@ from torch.distributed.nn.functional import all_reduce
 
 from drawn import draws
 from models import chain
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from twins import (

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from drawn import draws
+from insides import batch_count
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
-from paceline.data.slices import batch_count
 
 sizes = st.integers(1, 60)
 batch_sizes = st.integers(1, 17)

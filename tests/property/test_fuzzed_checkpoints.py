@@ -25,12 +25,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from drawn import LONG
+from insides import checkpoint_files, strict_json, tensor_digest
 from paceline.checkpoint import Checkpointer
-from paceline.core import strict_json
-from paceline.core.digests import tensor_digest
 from paceline.data import DataLoader
 from paceline.errors import PacelineError
-from paceline.tools import checkpoint_files
 
 COUNT = 5000 if LONG else 200
 MEMORY = 2**30

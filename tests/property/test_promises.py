@@ -14,7 +14,7 @@ import chaos
 import torch
 from torch import Tensor, nn
 
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel, accumulate
 from twins import INPUTS, OUTPUTS, Pools, global_batch, summed_loss
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 
 TorchDDP = nn.parallel.DistributedDataParallel

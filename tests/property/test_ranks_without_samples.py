@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import paceline
-from paceline.core.world import World
+from paceline import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import UsageError

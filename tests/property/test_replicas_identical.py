@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from drawn import draws
-from paceline.core.digests import weights_sha256
-from paceline.core.world import World
+from insides import weights_sha256
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from twins import INPUTS, OUTPUTS, PATTERNS, Case, Parts, Pools, global_batch, reentrant, summed_loss, train_slices
 

@@ -27,11 +27,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from drawn import draws
-from paceline.core.digests import weights_sha256
-from paceline.core.rng import rng_state, set_seed
-from paceline.core.world import World
+from insides import rng_state, weights_sha256, wrapper
+from paceline import World, set_seed
 from paceline.data import DataLoader, GlobalBatchStream
-from paceline.ddp import DistributedDataParallel, wrapper
+from paceline.ddp import DistributedDataParallel
 from paceline.optim import ShardedOptimizer
 from paceline.train import EarlyStopping, Evaluation, ExponentialMovingAverage, TrainConfig, Trainer, evaluate
 from processes import Running, gone_after, state_of

@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.core.world import World
+from insides import split_by_cost, split_by_padded_cost
+from paceline import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
-from paceline.data.balance import split_by_cost, split_by_padded_cost
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import DesyncError, UsageError
 from paceline.train import TrainConfig, Trainer, predict

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
 from ranks import run_ranks

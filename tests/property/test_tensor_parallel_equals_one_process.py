@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from paceline import World
 from paceline.compression import Int8
-from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
 from twins import Pools, make_optimizer, same_tensor, summed_loss

@@ -20,9 +20,8 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from drawn import draws
-from paceline import SyncBatchNorm, compression
+from paceline import SyncBatchNorm, World, compression
 from paceline.comm.algorithms import ring_all_reduce
-from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, UsageError
 from ranks import run_ranks

@@ -16,11 +16,9 @@ from test_checkpoint_ranks import Holder, raised
 from torch import nn
 
 from forked import REAL_END
-from paceline.checkpoint import Checkpointer, CheckpointWarning, step_folders
-from paceline.core.black_box import BlackBox, read_box
-from paceline.core.rank_page import SIZE
-from paceline.core.spans import recorder
-from paceline.core.world import World
+from insides import SIZE, BlackBox, read_box, recorder, step_folders
+from paceline import World
+from paceline.checkpoint import Checkpointer, CheckpointWarning
 from paceline.errors import CheckpointError
 from processes import paceline
 from twins import Pools

@@ -16,18 +16,22 @@ import torch
 from test_checkpoint_roundtrip import Holder
 from torch import nn
 
-from paceline.checkpoint import captures
-from paceline.checkpoint.rank_states import (
+from insides import (
+    Boundary,
     OwnStatesFiles,
+    Registered,
+    SmallBuffers,
     StepBarrier,
+    StepRecord,
     buffers_in,
+    captures,
+    from_snapshot,
     objects_in,
     read_own_states,
+    record_path,
+    snapshot,
     states_path,
 )
-from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.step_boundary import Boundary, SmallBuffers, from_snapshot, snapshot
-from paceline.core.step_progress import StepRecord, record_path
 from paceline.errors import CheckpointError, CommunicationError
 
 

@@ -16,12 +16,9 @@ from test_checkpoint_folder import open_with
 from test_checkpoint_ranks import raised
 from torch import nn
 
-from paceline import DistributedDataParallel, accumulate
-from paceline.checkpoint import Checkpointer, due_saves
-from paceline.checkpoint.due_saves import automatic_interval
-from paceline.checkpoint.run_folder import RunFolder
-from paceline.core import consensus
-from paceline.core.world import World
+from insides import RunFolder, automatic_interval, consensus, due_saves
+from paceline import DistributedDataParallel, World, accumulate
+from paceline.checkpoint import Checkpointer
 from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint, UsageError
 from twins import Pools
 

@@ -16,9 +16,7 @@ from safetensors.torch import load_file
 from test_checkpoint_roundtrip import Holder, Tied, opened, same
 from torch import nn
 
-from insides import metadata_of
-from paceline.checkpoint import manifest
-from paceline.checkpoint.step_names import step_name
+from insides import manifest, metadata_of, step_name
 from processes import run_here
 
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights, manifest, safetensors_file, state_codec
-from paceline.core import strict_json
+from insides import manifest, safetensors_file, state_codec, strict_json
+from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights
 from paceline.errors import CheckpointError, NoCheckpoint
 
 

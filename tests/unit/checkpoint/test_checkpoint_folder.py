@@ -19,8 +19,8 @@ import pytest
 from torch import nn
 
 from forked import Forked, call
+from insides import step_name
 from paceline.checkpoint import Checkpointer, load_weights
-from paceline.checkpoint.step_names import step_name
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 from processes import run_here, until
 

@@ -17,9 +17,9 @@ from test_checkpoint_roundtrip import opened
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from insides import rng_state
+from paceline import World, set_seed
 from paceline.checkpoint import Checkpointer
-from paceline.core.rng import rng_state, set_seed
-from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointError, CheckpointMismatch, DesyncError, NoCheckpoint, UsageError

@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from drawn import draws
-from paceline.checkpoint import Checkpointer, safetensors_file, step_folders
-from paceline.checkpoint.state_codec import STORABLE, Encoder, Unencodable, decode
-from paceline.core import strict_json
+from insides import STORABLE, Encoder, Unencodable, decode, safetensors_file, step_folders, strict_json
+from paceline.checkpoint import Checkpointer
 from paceline.errors import CheckpointMismatch, UsageError
 
 

@@ -18,11 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import AdamW
 
 import paceline
-from paceline import load_weights
+from insides import is_sharded, read_specs, whole_of
+from paceline import World, load_weights
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.safetensors_file import read_specs
-from paceline.core.torch_distributed import is_sharded, whole_of
-from paceline.core.world import World
 from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.optim import ShardedOptimizer
 from processes import run_here

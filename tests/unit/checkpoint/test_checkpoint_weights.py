@@ -15,9 +15,9 @@ from test_checkpoint_roundtrip import Holder, Tied, opened, same, save
 from torch import nn
 
 import paceline
-from paceline.checkpoint import load_weights, manifest
+from insides import export, manifest
+from paceline.checkpoint import load_weights
 from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
-from paceline.tools.checkpoint_files import export
 
 
 def test_tied_weights_are_named_in_the_file_metadata(tmp_path: Path) -> None:

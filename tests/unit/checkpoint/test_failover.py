@@ -26,21 +26,33 @@ import torch
 from torch import nn
 
 from forked import call
+from insides import (
+    BEFORE,
+    DESTINATION,
+    FOLDER,
+    PARENT,
+    RESCUE,
+    RESTARTS,
+    STEPS,
+    Boundary,
+    Contents,
+    OwnStates,
+    Recovery,
+    Registered,
+    Restarts,
+    StepBarrier,
+    StepRecord,
+    StopRequests,
+    carry_over,
+    keep,
+    key_of,
+    record_path,
+    step_name,
+)
 from loops import loop
+from paceline import World
 from paceline.checkpoint import Checkpointer, load_weights
-from paceline.checkpoint.persist_rescued import keep
-from paceline.checkpoint.rank_states import OwnStates, StepBarrier, carry_over
-from paceline.checkpoint.recovery import DESTINATION, Contents, Recovery
-from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.signals import StopRequests
-from paceline.checkpoint.step_boundary import Boundary
-from paceline.checkpoint.step_names import step_name
-from paceline.core.black_box import FOLDER
-from paceline.core.job_directory import PARENT
-from paceline.core.step_progress import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, key_of, record_path
-from paceline.core.world import World
 from paceline.errors import CheckpointError, CheckpointWarning, CommunicationError, WrongComputation
-from paceline.launch.restart_policy import Restarts
 from processes import paceline, script, strike
 
 CHAOS_LOOP = Path(__file__).parents[3] / "scripts" / "chaos_training.py"

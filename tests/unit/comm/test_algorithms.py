@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from insides import NAMES, Model, bounds, build, elements, features, holdings
+from paceline import World
 from paceline.comm import algorithms
-from paceline.comm.schedules import NAMES, Model, bounds, build, elements, features, holdings
-from paceline.core.world import World
 from paceline.errors import CommunicationError, DesyncError, PacelineError, UsageError, WorldError
 from threads import ThreadRanks
 from twins import Pools

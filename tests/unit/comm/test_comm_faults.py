@@ -23,11 +23,8 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from paceline import DistributedDataParallel
-from paceline.comm import gloo, handshake, shm_engine
-from paceline.comm.shm_arena import Arena
-from paceline.comm.shm_collectives import STAGE_BYTES
-from paceline.core.world import World
+from insides import STAGE_BYTES, Arena, gloo, handshake, shm_engine
+from paceline import DistributedDataParallel, World
 from paceline.errors import CommunicationError, DesyncError, UsageError
 from processes import until
 from ranks import Ranks, run_ranks

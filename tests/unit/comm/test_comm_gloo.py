@@ -20,10 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import paceline
-from paceline.comm.shm_engine import Engine
-from paceline.comm.topology import SPLIT, Refused, memory_identity
-from paceline.core.torch_distributed import get_default_store
-from paceline.core.world import World
+from insides import SPLIT, Engine, Refused, get_default_store, memory_identity
+from paceline import World
 from paceline.errors import UsageError
 from ranks import Pools
 

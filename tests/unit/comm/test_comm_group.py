@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader
 
 from drawn import TIMES
 from forked import REAL_END
-from paceline.comm.shm_arena import HEADER_BYTES, Arena
-from paceline.comm.work import Runner
-from paceline.core.world import World
+from insides import HEADER_BYTES, Arena, Runner
+from paceline import World
 from paceline.errors import CommunicationError, UsageError
 from processes import paceline
 from ranks import run_ranks

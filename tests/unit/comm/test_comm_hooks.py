@@ -25,8 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 from deep import TINY, Deep, data
+from paceline import World
 from paceline.comm import algorithms
-from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import HookError, PacelineError, UsageError
 from ranks import Ranks

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.shm_collectives import SMALL_BYTES
-from paceline.comm.work import Handle
-from paceline.core.world import World
+from insides import SMALL_BYTES, Handle
+from paceline import World
 from paceline.errors import CommunicationError
 from processes import alive, until
 from ranks import Pools, Ranks

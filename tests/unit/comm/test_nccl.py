@@ -17,16 +17,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
-import paceline.core.world
-from insides import channel_of
-from paceline import compression
+import paceline
+from insides import (
+    MOST_PENDING,
+    ExposedTime,
+    GraphCapture,
+    channel,
+    channel_of,
+    check_own_gpu,
+    choose_gpu,
+    extensions,
+    get_known_groups,
+    gpu_name,
+    nccl_communicators,
+    own_group,
+    torch_distributed,
+)
+from insides import world as world_module
+from paceline import World, compression
 from paceline.compression import TopK
-from paceline.core import nccl_communicators, torch_distributed
-from paceline.core.torch_distributed import get_known_groups
-from paceline.core.world import World, check_own_gpu, choose_gpu, gpu_name
-from paceline.ddp import DistributedDataParallel, channel, extensions
-from paceline.ddp.channel import MOST_PENDING, ExposedTime
-from paceline.ddp.extensions import GraphCapture
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError, WorldError
 from twins import Pools
 
@@ -67,12 +77,8 @@ def stand_in(*, is_used: bool = True) -> list[str]:
     nccl = PartsOfNccl(is_used=is_used)
     changed: Any = nccl_communicators
     changed.nccl_of = lambda _: nccl
-    world: Any = paceline.core.world
-    world.nccl_of = changed.nccl_of
-    import paceline.comm.own_group as own_group
-
-    opened: Any = own_group
-    opened.keep = keep
+    world_module.nccl_of = changed.nccl_of
+    own_group.keep = keep
     return events
 
 
@@ -247,7 +253,7 @@ def test_init_on_a_gpu_sets_it_and_binds_nccl_to_it(
     monkeypatch: pytest.MonkeyPatch, backend: str | None, chosen: str, bound: torch.device | None
 ) -> None:
     """Binding creates the world's communicator at init, and wrappers split theirs from it."""
-    for name in paceline.core.world.REQUIRED:
+    for name in world_module.REQUIRED:
         monkeypatch.delenv(name, raising=False)
     seen: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -25,14 +25,22 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from forked import in_processes
-from paceline.comm import gloo, handshake
-from paceline.comm.gloo import connect_gloo
-from paceline.comm.handshake import Peer
-from paceline.comm.shm_arena import Arena
-from paceline.core import stores as rendezvous
-from paceline.core.stores import NotPrivate, make_file, open_file, path_of, private_store
+from insides import (
+    LOOPBACK,
+    Arena,
+    NotPrivate,
+    Peer,
+    connect_gloo,
+    gloo,
+    handshake,
+    loopback_store,
+    make_file,
+    open_file,
+    private_store,
+)
+from insides import stores as rendezvous
+from insides import stores_path_of as path_of
 from paceline.errors import CommunicationError
-from paceline.launch.job import LOOPBACK, loopback_store
 from processes import Running, script
 from ranks import fork_server
 

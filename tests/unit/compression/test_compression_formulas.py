@@ -11,12 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from insides import CHUNK, Bucket, GradBucket, orthonormal, product
+from paceline import World
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook
-from paceline.compression.low_precision import CHUNK
-from paceline.compression.powersgd import orthonormal, product
-from paceline.core.world import World
-from paceline.ddp.buckets import Bucket
-from paceline.ddp.comm_hook import GradBucket
 from paceline.errors import CheckpointMismatch, UsageError
 from twins import Pools
 

@@ -15,10 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, compressor, hook, pipeline
-from paceline.core import device_streams
-from paceline.ddp.buckets import Bucket
-from paceline.ddp.comm_hook import GradBucket
+from insides import Bucket, GradBucket, compressor, device_streams, pipeline
+from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook
 from queued_device import QueuedDevice, Stream, Work
 
 SIZE = 3

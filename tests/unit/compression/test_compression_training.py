@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from insides import weights_sha256
 from models import chain
-from paceline import Checkpointer, compression
+from paceline import Checkpointer, World, compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
-from paceline.core.digests import weights_sha256
-from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from twins import Case, Pools, reentrant, same_tensor, train_beside_twin

@@ -15,14 +15,25 @@ from typing import Any
 
 import pytest
 
-from paceline.core import job_directory
-from paceline.core.black_box import BUCKET_WAIT, FOLDER, PHASES, BlackBox, open_box, path_of, read_box
-from paceline.core.host import is_running
-from paceline.core.job_directory import PARENT, JobFolder, read_note, running_jobs
-from paceline.core.rank_page import SIZE
-from paceline.core.spans import Recorder
+from insides import (
+    BUCKET_WAIT,
+    FOLDER,
+    PARENT,
+    PHASES,
+    SIZE,
+    BlackBox,
+    JobFolder,
+    Recorder,
+    black_boxes,
+    is_running,
+    job_directory,
+    open_box,
+    read_box,
+    read_note,
+    running_jobs,
+)
+from insides import black_box_path_of as path_of
 from paceline.errors import UsageError
-from paceline.launch.job import black_boxes
 from processes import paceline
 
 

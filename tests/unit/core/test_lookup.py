@@ -11,9 +11,8 @@ from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import paceline
-from paceline import cache_mesh, get
-from paceline.core.rank_lookup import NAMES
-from paceline.core.world import World
+from insides import rank_lookup_NAMES as NAMES
+from paceline import World, cache_mesh, get
 from paceline.errors import UsageError, WorldError
 from twins import Pools
 

@@ -23,11 +23,9 @@ from torch.distributed import PrefixStore
 
 import paceline
 from forked import in_processes
-from paceline.comm.own_group import open_own_group
-from paceline.core import missing_ranks, stores
-from paceline.core.world import TIMEOUT, World, init
+from insides import LOOPBACK, TIMEOUT, loopback_store, missing_ranks, open_own_group, stores
+from paceline import World, init
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
-from paceline.launch.job import LOOPBACK, loopback_store
 from processes import until
 from ranks import TIMEOUT_S, Ranks
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.core.host import busy_seconds, processor_seconds
-from paceline.core.stacks import place_in
+from insides import busy_seconds, place_in, processor_seconds
 from paceline.errors import UsageError
 from processes import Running, script
 from processes import paceline as run

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.rng import derive_seed, rng_state, seed_all, set_rng_state, set_seed
-from paceline.core.world import World
+from insides import derive_seed, rng_state, seed_all, set_rng_state
+from paceline import World, set_seed
 from paceline.errors import UsageError
 from ranks import Pools
 

@@ -34,10 +34,8 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, Seq
 from torch.utils.data import DataLoader, get_worker_info
 
 import paceline
-from paceline.core import torch_distributed, torch_elastic, torch_internals
-from paceline.core.world import World
-from paceline.ddp.comm_hook import GradBucket
-from paceline.ddp.weights import MEAN
+from insides import MEAN, GradBucket, torch_distributed, torch_elastic, torch_internals
+from paceline import World
 from paceline.errors import MissingExtra
 from ranks import run_ranks
 

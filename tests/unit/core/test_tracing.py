@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline import Checkpointer, DistributedDataParallel
-from paceline.core.spans import Recorder, recorder
-from paceline.core.world import World
+from insides import Recorder, recorder
+from paceline import Checkpointer, DistributedDataParallel, World
 from paceline.data import DataLoader
 
 BUCKETS = 2

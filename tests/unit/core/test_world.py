@@ -13,11 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.core import world
-from paceline.core.schedulers import PORTS, adopt, adopted
-from paceline.core.stores import is_one_host
-from paceline.core.torch_distributed import get_default_store
-from paceline.core.world import World, _place, current, init
+from insides import PORTS, _place, adopt, adopted, current, get_default_store, is_one_host, world
+from paceline import World, init
 from paceline.errors import CommunicationError, UsageError, WorldError
 from processes import Running, paceline
 from ranks import Ranks

@@ -18,10 +18,9 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 
-from paceline.core.rng import set_seed
-from paceline.core.world import World
+from insides import outline_digest
+from paceline import World, set_seed
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
-from paceline.data.dataset_digest import outline_digest
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointMismatch, DesyncError, UsageError
 from paceline.train import Evaluation, TrainConfig, Trainer

@@ -24,8 +24,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from forked import REAL_END, TIMEOUT_S, Forked, call
-from paceline.core.rng import rng_state
-from paceline.core.world import World
+from insides import rng_state
+from paceline import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 
-from paceline.core.world import World
+from paceline import World
 from paceline.data import GlobalBatchSampler
 from paceline.errors import CheckpointMismatch, UsageError
 

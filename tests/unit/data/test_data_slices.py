@@ -19,9 +19,8 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import BatchEncoding
 
 from drawn import draws
+from insides import shares_by_speed, slice_bounds, split_by_cost
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
-from paceline.data.balance import split_by_cost
-from paceline.data.slices import shares_by_speed, slice_bounds
 from paceline.errors import DataError, UsageError
 
 speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8).map(tuple)

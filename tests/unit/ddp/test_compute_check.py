@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.core.world import World
-from paceline.ddp.compute_check import Fault, judge
+from insides import Fault, judge
+from paceline import World
 from paceline.errors import UsageError, WrongComputation
 from ranks import Pools, run_ranks
 from sliced import Steps

@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.core import torch_internals
-from paceline.ddp import arrivals as many
-from paceline.ddp.arrivals import copy_into, grads_are_none
-from paceline.ddp.buckets import Bucket, arrival_order, assign, overlap
+from insides import Bucket, arrival_order, assign, copy_into, grads_are_none, overlap, torch_internals
+from insides import arrivals as many
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from insides import keep_versions
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError, DesyncError
 from twins import INPUTS, OUTPUTS, Pools, global_batch, same_gradients, same_tensor, same_weights

@@ -13,15 +13,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from insides import channel_of
-from paceline.core.data_position import Origin
-from paceline.core.spans import recorder
-from paceline.core.world import World
+from insides import (
+    UNWEIGHTED,
+    USUAL_STEPS,
+    WEIGHTED,
+    ControlBlock,
+    Event,
+    Message,
+    Origin,
+    Status,
+    StatusDigest,
+    channel_of,
+    compute_scale,
+    encode,
+    event_number,
+    recorder,
+    tail_width,
+)
+from insides import joined_steps_decode as decode
+from paceline import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.control_block import ControlBlock, Status, StatusDigest, tail_width
-from paceline.ddp.exchange import USUAL_STEPS
-from paceline.ddp.joined_steps import Event, Message, decode, encode, event_number
-from paceline.ddp.weights import UNWEIGHTED, WEIGHTED, compute_scale
 from paceline.errors import DesyncError, NonFiniteGradient, UsageError
 from twins import Pools
 

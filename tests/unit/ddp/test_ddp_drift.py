@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from insides import PIECE, drift, quick_digest
 from models import chain
-from paceline.core.digests import PIECE, quick_digest
-from paceline.core.world import World
+from paceline import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.ddp.replica_check import drift
 from paceline.errors import ReplicaMismatch, UsageError, WrongComputation
 from paceline.optim import ShardedOptimizer
 from paceline.testing import assert_replicas_equal

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from deep import TINY, data
+from insides import GraphTask, local, queue_callback
+from insides import reducer as steps
 from models import Trip
-from paceline.core.torch_internals import GraphTask, queue_callback
-from paceline.core.world import World
-from paceline.ddp import DistributedDataParallel, local
-from paceline.ddp import reducer as steps
+from paceline import World
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
 from ranks import Ranks
 from twins import Pools, same_gradients

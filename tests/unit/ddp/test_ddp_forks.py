@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from forked import REAL_END
-from insides import channel_of, storage_of
-from paceline.comm.forking import keep_in_children
-from paceline.core.world import World
+from insides import channel_of, keep_in_children, storage_of
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError
 from processes import paceline, script

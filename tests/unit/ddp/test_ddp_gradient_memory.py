@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from deep import TINY, Deep, data
 from insides import channel_of, pieces_in_use, storage_of
 from models import chain
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from twins import Pools
 

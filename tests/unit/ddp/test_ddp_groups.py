@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import paceline
+from insides import SPLIT, TEST_HOST_CHANNEL, open_channel, open_host_group, open_own_group
 from models import chain
-from paceline.comm.own_group import open_own_group
-from paceline.comm.topology import SPLIT
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.channel import TEST_HOST_CHANNEL, open_channel, open_host_group
 from paceline.errors import CommunicationError
 from ranks import Pools, run_ranks
 from twins import same_gradients

@@ -20,15 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
-from insides import backward_of, engine_of
+from insides import TEST_HOST_CHANNEL, USUAL_STEPS, ControlBlock, LateReading, backward_of, engine_of, queue_callback
+from insides import reducer as steps
 from models import Trip
-from paceline.core.torch_internals import queue_callback
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp import reducer as steps
-from paceline.ddp.channel import TEST_HOST_CHANNEL
-from paceline.ddp.control_block import ControlBlock
-from paceline.ddp.exchange import USUAL_STEPS, LateReading
 from paceline.errors import PacelineError, UsageError
 from twins import Pools
 

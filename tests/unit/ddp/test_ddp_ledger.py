@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from device_watch import queued_operations
-from paceline.ddp.backward import tensors_in
-from paceline.ddp.ledger import Ledger
-from paceline.ddp.options import capacities
-from paceline.ddp.step_guard import StepGuard
-from paceline.ddp.weights import LOOKS
+from insides import LOOKS, Ledger, StepGuard, capacities, tensors_in
 from paceline.errors import UsageError
 
 

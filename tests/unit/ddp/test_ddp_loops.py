@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
 from deep import Deep
-from paceline.core.world import World
+from paceline import World
 from paceline.data import GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, gather_for_metrics, mean_over_ranks
 from paceline.errors import UsageError

@@ -11,7 +11,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from insides import storage_of
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
 from twins import Pools

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import parametrizations
 
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, NonFiniteGradient, ReplicaMismatch, UsageError
 from twins import Pools, same_gradients, same_weights

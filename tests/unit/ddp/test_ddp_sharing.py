@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, HookError, ReplicaMismatch, UsageError
 from twins import Pools, same_gradients, same_weights

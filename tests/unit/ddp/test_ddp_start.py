@@ -25,11 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from insides import engine_of, has_hook
-from paceline.core.digests import weights_sha256
-from paceline.core.torch_distributed import get_known_groups
-from paceline.core.unwrapping import unwrap
-from paceline.core.world import World
+from insides import engine_of, get_known_groups, has_hook, weights_sha256
+from paceline import World, unwrap
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import ReplicaMismatch, UsageError, WorldError
 from processes import until

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from deep import TINY, Deep, data
-from insides import storage_of
+from insides import GRADIENT, TEST_HOST_CHANNEL, recorder, storage_of
 from models import chain
-from paceline.core.spans import GRADIENT, recorder
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.channel import TEST_HOST_CHANNEL
 from paceline.errors import UsageError, WorldError
 from ranks import Ranks
 from twins import Pools

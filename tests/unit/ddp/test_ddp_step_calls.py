@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.core.world import World
+from insides import TEST_HOST_CHANNEL
+from paceline import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.ddp.channel import TEST_HOST_CHANNEL
 from twins import Pools
 
 RECORDED = Path(__file__).with_name("step_calls.json")

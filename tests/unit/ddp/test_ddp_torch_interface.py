@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from insides import engine_of, step_in_backward
-from paceline.core.unwrapping import AveragingWrapper
-from paceline.core.world import World
+from insides import AveragingWrapper, engine_of, step_in_backward
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from twins import Pools, same_gradients, same_tensor, same_weights

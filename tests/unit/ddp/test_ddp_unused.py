@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.core.world import World
+from insides import unused_message
+from paceline import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.extensions import unused_message
 from paceline.errors import UnusedParameterWarning, UsageError
 from twins import Parts, Pools
 

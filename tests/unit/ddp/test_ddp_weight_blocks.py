@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from device_watch import queued_operations
 from models import Trip, chain
-from paceline.core.world import World
+from paceline import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from ranks import Ranks

@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from device_watch import DeviceWatch, queued_operations
-from insides import engine_of, storage_of
+from insides import TEST_HOST_CHANNEL, device_streams, engine_of, extensions, finisher, storage_of
 from models import chain
-from paceline import SyncBatchNorm, compression
+from paceline import SyncBatchNorm, World, compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
-from paceline.core import device_streams
-from paceline.core.world import World
 from paceline.data import DataLoader
-from paceline.ddp import DistributedDataParallel, extensions, finisher
-from paceline.ddp.channel import TEST_HOST_CHANNEL
+from paceline.ddp import DistributedDataParallel
 from paceline.train import TrainConfig, Trainer
 from twins import Pools, same_tensor
 

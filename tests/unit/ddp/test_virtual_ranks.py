@@ -18,11 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
+from insides import seed_all, seed_of_slice
 from models import Average, Trip
-from paceline import compression
-from paceline.core.rng import seed_all
-from paceline.core.virtual_ranks import seed_of_slice
-from paceline.core.world import World
+from paceline import World, compression
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import UsageError

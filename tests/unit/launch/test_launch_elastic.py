@@ -15,12 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from insides import GPUS, STEPS, Cause, Change, JobReport, Places, Restarts, StepRecord, record_path
+from insides import launch_verdict as verdict
 from namespaces import two_hosts
-from paceline.core.step_progress import STEPS, StepRecord, record_path
-from paceline.launch import verdict
-from paceline.launch.job_report import JobReport
-from paceline.launch.restart_policy import GPUS, Restarts
-from paceline.launch.verdict import Cause, Change, Places
 from processes import Running, gone_after, paceline, script, strike
 
 # -- places ---------------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.rank_processes import RankProcesses
-from paceline.launch.root_cause import headline
+from insides import RankProcesses, headline
 from processes import Running, gone_after, paceline, script, until
 
 # Rank 0 waits in a collective that rank 1 never joins.

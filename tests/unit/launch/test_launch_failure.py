@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.launch.failure_record import Record, blamed_by
-from paceline.launch.root_cause import End, failures, headline, raised, report, usage
+from insides import End, Record, blamed_by, failures, headline, raised, report, usage
 
 
 def recorded(message: str, at: float, usage: bool = False, blamed: tuple[int, ...] | None = None) -> Record:

@@ -15,11 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from insides import PHASES, SIZE, RankView, Snapshot, hang_detection, hanging, stack_dump, waiting_call
 from paceline import errors
-from paceline.core.black_box import PHASES, Snapshot
-from paceline.core.rank_page import SIZE
-from paceline.launch import hang_detection, stack_dump
-from paceline.launch.hang_detection import RankView, hanging, waiting_call
 from processes import Running, paceline, script, state_of, until
 
 TRAIN = """

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from insides import output
 from loops import loop
-from paceline.launch import output
 from processes import Running, paceline, script
 
 PRINTS = """

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from insides import Job, agent
 from loops import loop
 from paceline.errors import UsageError
-from paceline.launch import agent
-from paceline.launch.job import Job
 from processes import paceline, run_here, script
 
 LOOP = loop(

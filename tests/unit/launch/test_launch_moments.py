@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
+from insides import Job, JobReport, agent
 from paceline.errors import UsageError
-from paceline.launch import agent
-from paceline.launch.job import Job
-from paceline.launch.job_report import JobReport
 from processes import Running, paceline, script
 
 TRAIN = """

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from insides import Job, add_own_options, job, resolve_nproc, run_command, run_options, torchrun_environment
 from paceline.errors import UsageError
-from paceline.launch import job
-from paceline.launch.job import Job, resolve_nproc, torchrun_environment
-from paceline.tools import run_command, run_options
-from paceline.tools.run_options import add_own_options
 
 
 @pytest.fixture

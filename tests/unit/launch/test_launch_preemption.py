@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.launch import signals
+from insides import signals
 from processes import Running, gone_after, paceline, script
 
 STEPS = 12

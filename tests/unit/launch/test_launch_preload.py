@@ -20,11 +20,9 @@ from typing import Any
 
 import pytest
 
+from insides import HELD_BACK, ForkServer, fork_client, module_command
+from insides import launch_fork_server as fork_server
 from paceline.errors import UsageError
-from paceline.launch import fork_client, fork_server
-from paceline.launch.fork_client import ForkServer
-from paceline.launch.hook.run_module import module_command
-from paceline.launch.signals import HELD_BACK
 from processes import Running, alive, descendants, gone_after, paceline, script, until
 
 SELF = """

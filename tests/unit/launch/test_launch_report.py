@@ -10,13 +10,23 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from paceline.core.black_box import PHASES, Snapshot
-from paceline.core.rank_page import SIZE
+from insides import (
+    NOT_BEGUN,
+    PHASES,
+    SIZE,
+    End,
+    Record,
+    Snapshot,
+    State,
+    doings,
+    exception_of,
+    failure_of,
+    failure_record,
+    headline,
+    remarks,
+    state_of,
+)
 from paceline.errors import CommunicationError, DesyncError, WorldError
-from paceline.launch import failure_record
-from paceline.launch.failure_record import Record
-from paceline.launch.job_report import exception_of, failure_of
-from paceline.launch.root_cause import NOT_BEGUN, End, State, doings, headline, remarks, state_of
 from processes import paceline, script
 
 

@@ -10,13 +10,33 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.step_progress import BEFORE, RESCUE, SPARE, STEPS, StepRecord, job_folder, record_path, records_in
+from insides import (
+    BEFORE,
+    EARLY_S,
+    LIMIT,
+    RESCUE,
+    SPARE,
+    STEPS,
+    Cause,
+    End,
+    Failure,
+    Past,
+    Reached,
+    Record,
+    Restarts,
+    State,
+    StepRecord,
+    Verdict,
+    cause,
+    failure_record,
+    identity,
+    job_folder,
+    may_pass,
+    record_path,
+    records_in,
+    verdict,
+)
 from paceline.errors import WrongComputation
-from paceline.launch import failure_record
-from paceline.launch.failure_record import Record, may_pass
-from paceline.launch.restart_policy import Restarts
-from paceline.launch.root_cause import End, State, cause, identity
-from paceline.launch.verdict import EARLY_S, LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
 
 KEY = "0123456789abcdef"
 

@@ -14,10 +14,7 @@ from textwrap import dedent
 import pytest
 
 from forked import REAL_END
-from paceline.launch import rank_processes
-from paceline.launch.agent import launch
-from paceline.launch.hook.run_module import module_command
-from paceline.launch.job import Job
+from insides import Job, launch, module_command, rank_processes
 from processes import Running, paceline, script
 
 ALL_REDUCE = """

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drawn import draws
-from paceline import SyncBatchNorm
-from paceline.core.world import World
+from insides import sync_batch_norm
+from paceline import SyncBatchNorm, World
 from paceline.errors import ReplicaMismatch, UsageError
-from paceline.nn import sync_batch_norm
 from twins import Pools, no_warning_about_cycles, norm_beside_twin, whole_batch
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from paceline.core.world import World
+from paceline import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import UsageError

@@ -19,7 +19,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import paceline
-from paceline.core.world import World
+from paceline import World
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.optim import ShardedOptimizer
 from twins import Pools

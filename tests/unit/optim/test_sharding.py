@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from drawn import draws
+from insides import cut_evenly, deal_out
 from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
-from paceline.optim.sharding import cut_evenly, deal_out
 
 
 class Marked(torch.optim.Optimizer):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.planner.critical_batch import NoiseScale, estimate, trade_off, trainings, verdict
+from insides import NoiseScale, estimate, trade_off, trainings
+from insides import critical_batch_verdict as verdict
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

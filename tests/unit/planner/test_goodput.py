@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from paceline.checkpoint.due_saves import DAY_S
-from paceline.planner.goodput import best_interval, goodput
+from insides import DAY_S, best_interval, goodput
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
+from insides import GBIT, UNKNOWN, between_link, device, device_or_unknown, from_flags, inside_link, links, table
 from paceline import UsageError
-from paceline.planner.hardware import GBIT, UNKNOWN, between_link, device, device_or_unknown, inside_link, links, table
-from paceline.planner.predictions import from_flags
 
 
 @pytest.mark.parametrize("name", ["devices", "links"])

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
+from insides import PUBLISHED, Cluster, Link, Profiled, effects, fit, from_profiles, from_summary
 from paceline import UsageError
-from paceline.planner.hardware import PUBLISHED, Cluster, Link
-from paceline.planner.predictions import effects
-from paceline.planner.profiles import Profiled, fit, from_profiles, from_summary
 
 ONE = Profiled(
     ranks=1,

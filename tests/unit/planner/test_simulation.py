@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import draws
-from paceline.planner.predictions import Layer, Workload, backward_timeline, equal_layers, simulate
+from insides import Layer, Workload, backward_timeline, equal_layers, simulate
 
 
 def workload(layers: Sequence[tuple[float, int]], *bucket_bytes: int, micro_batches: int = 1) -> Workload:

@@ -12,13 +12,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.spans import BACKWARD, COLLECTIVE, FORWARD, GRADIENT, LAUNCH, OPTIMIZER, REDUCE, WAIT, Span
-from paceline.planner.profiles import from_profiles, from_summary
-from paceline.profiler import step_parts
-from paceline.profiler.analyze import summary
-from paceline.profiler.facts import plan_of
-from paceline.profiler.step_breakdown import account, find_bubbles, gradient_times, mean_of
-from paceline.profiler.steps import MEETING, Step, bound_offset, offset_at
+from insides import (
+    BACKWARD,
+    COLLECTIVE,
+    FORWARD,
+    GRADIENT,
+    LAUNCH,
+    MEETING,
+    OPTIMIZER,
+    REDUCE,
+    WAIT,
+    Span,
+    Step,
+    account,
+    bound_offset,
+    find_bubbles,
+    from_profiles,
+    from_summary,
+    gradient_times,
+    mean_of,
+    offset_at,
+    plan_of,
+    step_parts,
+    summary,
+)
 from profile_records import GROUP, cut, records, usual, verdict
 
 LABELS = [FORWARD, BACKWARD, LAUNCH, WAIT, COLLECTIVE, REDUCE, OPTIMIZER, "unknown"]

@@ -17,13 +17,22 @@ import torch
 
 import paceline
 import paceline.data
-from paceline.planner.critical_batch import NoiseScale
-from paceline.profiler import advice, step_parts
-from paceline.profiler.analyze import Report, summary
-from paceline.profiler.facts import Facts
-from paceline.profiler.measurements import GradientNorms
-from paceline.profiler.operator_table import OperatorTable, tabulate
-from paceline.profiler.step_breakdown import account, bucket_times, detailed_steps, mean_of, reduced_and_hidden
+from insides import (
+    Facts,
+    GradientNorms,
+    NoiseScale,
+    OperatorTable,
+    Report,
+    account,
+    advice,
+    bucket_times,
+    detailed_steps,
+    mean_of,
+    reduced_and_hidden,
+    step_parts,
+    summary,
+    tabulate,
+)
 from profile_records import Timing, kinds, records, the, usual, verdict
 
 JITTER = random.Random(0)

@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 
-from paceline.profiler.advice import Advice
-from paceline.profiler.analyze import Report, summary
-from paceline.profiler.facts import Facts
-from paceline.profiler.host_load import load_of, neighbours, quota
-from paceline.profiler.operator_table import OperatorTable
-from paceline.profiler.page import page
-from paceline.profiler.rank_file import RankRecord
-from paceline.tools.profile_command import print_summary
+from insides import (
+    Advice,
+    Facts,
+    OperatorTable,
+    RankRecord,
+    Report,
+    load_of,
+    neighbours,
+    page,
+    print_summary,
+    quota,
+    summary,
+)
 from profile_records import kinds, records, the, verdict
 
 

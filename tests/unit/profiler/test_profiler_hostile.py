@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from insides import RESULTS, ProfileSettings, path_of, print_summary, trace_of, write_facts, write_results, write_steps
+from insides import rank_file_FOLDER as FOLDER
 from paceline import UsageError
 from paceline.profiler import profile
-from paceline.profiler.profiling import RESULTS, write_results
-from paceline.profiler.rank_file import FOLDER, path_of, trace_of, write_facts, write_steps
-from paceline.tools.profile_command import ProfileSettings, print_summary
 from profile_records import records
 
 

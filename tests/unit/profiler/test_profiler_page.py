@@ -15,13 +15,7 @@ import pytest
 from rich.console import Console
 
 from browser import run_in_page
-from paceline.core.spans import DONE, Span
-from paceline.profiler.advice import Advice
-from paceline.profiler.analyze import Report
-from paceline.profiler.operator_table import Operator, OperatorTable
-from paceline.profiler.page import find_outliers, page
-from paceline.profiler.rank_file import RankRecord
-from paceline.tools.profile_command import parts_table
+from insides import DONE, Advice, Operator, OperatorTable, RankRecord, Report, Span, find_outliers, page, parts_table
 from profile_records import records, verdict
 
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&amp;'

@@ -16,18 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline import DistributedDataParallel, UsageError
-from paceline.core.spans import recorder
-from paceline.core.world import World
-from paceline.planner.profiles import from_summary
-from paceline.profiler import profile, rank_file
-from paceline.profiler import recorder as session
-from paceline.profiler.analyze import Report, read_facts, report_of
-from paceline.profiler.profiling import write_results
-from paceline.profiler.rank_file import FOLDER, path_of, read_ranks
-from paceline.profiler.recorder import Session
-from paceline.profiler.steps import MOST
-from paceline.tools.profile_command import ProfileSettings
+from insides import (
+    MOST,
+    ProfileSettings,
+    Report,
+    Session,
+    from_summary,
+    path_of,
+    rank_file,
+    read_facts,
+    read_ranks,
+    recorder,
+    report_of,
+    write_results,
+)
+from insides import profiler_recorder as session
+from insides import rank_file_FOLDER as FOLDER
+from paceline import DistributedDataParallel, UsageError, World
+from paceline.profiler import profile
 from processes import paceline
 from ranks import Pools, Ranks, run_ranks
 

@@ -15,14 +15,22 @@ from subprocess import PIPE
 import pytest
 import torch
 
-from paceline.core.spans import LAUNCH, Span
-from paceline.profiler import stack_samples
-from paceline.profiler.host_load import CollectorPauses, HostLoad, busy_seconds, own_seconds
-from paceline.profiler.measurements import Forwards
-from paceline.profiler.operator_table import OperatorTable
-from paceline.profiler.rank_file import RankRecord
-from paceline.profiler.stack_samples import StackSampler, between_spans, function_of
-from paceline.profiler.steps import Step
+from insides import (
+    LAUNCH,
+    CollectorPauses,
+    Forwards,
+    HostLoad,
+    OperatorTable,
+    RankRecord,
+    Span,
+    StackSampler,
+    Step,
+    between_spans,
+    function_of,
+    own_seconds,
+    stack_samples,
+)
+from insides import host_load_busy_seconds as busy_seconds
 from processes import until
 from profile_records import Timing, kinds, records, the, usual, verdict
 

@@ -16,14 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import DistributedDataParallel, UsageError
-from paceline.core.spans import recorder
-from paceline.core.world import World
+from insides import KILLED, CollectorPauses, path_of, read_ranks, recorder, write_results
+from paceline import DistributedDataParallel, UsageError, World
 from paceline.optim import ShardedOptimizer
 from paceline.profiler import profile
-from paceline.profiler.host_load import CollectorPauses
-from paceline.profiler.profiling import write_results
-from paceline.profiler.rank_file import KILLED, path_of, read_ranks
 from ranks import Pools
 
 STEPS = 28

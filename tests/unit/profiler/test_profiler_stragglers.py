@@ -6,9 +6,9 @@ import numpy
 import pytest
 import torch
 
+from insides import is_lasting, late_since
 from paceline.errors import UsageError
 from paceline.profiler import find_stragglers
-from paceline.profiler.facts import is_lasting, late_since
 
 
 def times(steps, ranks, noise=0.03, seed=0):

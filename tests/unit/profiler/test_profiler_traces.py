@@ -13,17 +13,34 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import DistributedDataParallel
-from paceline.core.spans import BACKWARD, FORWARD, LAUNCH, OPTIMIZER, REDUCE, SENT, WAIT, Recorder, Span
-from paceline.core.world import World
+from insides import (
+    BACKWARD,
+    FORWARD,
+    LAG,
+    LAUNCH,
+    MEETING,
+    OPTIMIZER,
+    REDUCE,
+    SENT,
+    WAIT,
+    DeviceTimes,
+    Facts,
+    OperatorTable,
+    Recorder,
+    Span,
+    Step,
+    bucket_times,
+    detailed_steps,
+    operators_in,
+    overlap_of_kernels,
+    read_trace,
+    reduced_and_hidden,
+    shared,
+    trace_events,
+    trace_of,
+)
+from paceline import DistributedDataParallel, World
 from paceline.profiler import profile
-from paceline.profiler.chrome_trace import trace_events
-from paceline.profiler.facts import Facts
-from paceline.profiler.measurements import LAG, DeviceTimes
-from paceline.profiler.operator_table import OperatorTable, operators_in, overlap_of_kernels, read_trace
-from paceline.profiler.rank_file import trace_of
-from paceline.profiler.step_breakdown import bucket_times, detailed_steps, reduced_and_hidden
-from paceline.profiler.steps import MEETING, Step, shared
 from profile_records import cut, records
 from ranks import run_ranks
 

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline.core.world import World
-from paceline.tools import run_command
+from insides import run_command
+from paceline import World
 from processes import run_here
 from twins import Pools
 

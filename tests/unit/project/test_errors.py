@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from paceline.core import failure_callbacks
+from insides import failure_callbacks
 from paceline.errors import MissingExtra, PacelineError, UsageError, WorldError, WrapError
 from processes import paceline
 

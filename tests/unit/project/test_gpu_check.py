@@ -20,7 +20,7 @@ from gpu_checks.rows import NotRun, Place, Row, Verdict, holds, not_run
 from gpu_checks.stand_in import expected_weights, late_weights
 from gpu_checks.wrapping import difference
 
-from paceline.core.world import World
+from paceline import World
 from twins import Pools
 
 

@@ -13,8 +13,8 @@ from statistics import fmean
 import pytest
 import torch
 
+from insides import GBIT, PUBLISHED, Calibration
 from paceline import UsageError
-from paceline.planner.hardware import GBIT, PUBLISHED, Calibration
 from published.fit import Columns, fitted_to
 from published.rows import COLUMNS, Row, read
 from published.validation import Checked, by_source, cross_validate, score

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import paceline.testing.plugin  # or each run inside would load it, and forget it
-from paceline.core.torch_elastic import OPTIMIZERS_NEED
+from insides import OPTIMIZERS_NEED
 from processes import TIMEOUT_S, paceline, script
 
 importlib.import_module(OPTIMIZERS_NEED)  # same reason

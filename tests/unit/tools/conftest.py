@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import agent
+from insides import agent
 from processes import run_here
 
 

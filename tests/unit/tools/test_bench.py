@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
+from insides import OPS, OURS, Row, measure, parse_ops, parse_sizes, take_turns
 from paceline.errors import UsageError
-from paceline.tools.bench import measure
-from paceline.tools.bench.bench_command import OPS, parse_ops, parse_sizes
-from paceline.tools.bench.measure import OURS, take_turns
-from paceline.tools.bench.report import Row
 from processes import paceline
 
 

@@ -17,14 +17,10 @@ import torch
 import typer
 
 import paceline
+from insides import Job, Supervision, agent, module_command, option
+from insides import commands as recipe_commands
+from insides import tools_main as cli
 from paceline.errors import UsageError
-from paceline.launch import agent
-from paceline.launch.hook.run_module import module_command
-from paceline.launch.job import Job
-from paceline.launch.options import Supervision
-from paceline.tools import main as cli
-from paceline.tools.program import option
-from paceline.tools.recipes import commands as recipe_commands
 from processes import TIMEOUT_S
 from processes import paceline as run_command
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.messages import digits
-from paceline.tools.compare.measured_run import TURN, Turns
-from paceline.tools.compare.modes import MODES, Way, choose_ways
-from paceline.tools.compare.report import COLUMNS, Row, figures, notes, weights_difference
+from insides import MODES, TURN, Turns, Way, choose_ways, digits, figures, notes, weights_difference
+from insides import report_COLUMNS as COLUMNS
+from insides import report_Row as Row
 from processes import Running, alive, paceline, script
 
 SCRIPT = """

@@ -16,16 +16,31 @@ from torch import Tensor, nn
 
 import paceline
 from browser import run_in_page
-from paceline.comm.schedules import NAMES, Schedule, build
-from paceline.core.world import World
+from insides import (
+    BANDWIDTH,
+    BEFORE_2_13,
+    KNOWN,
+    LATENCY,
+    MOST_RANKS,
+    NAMES,
+    Cell,
+    Collective,
+    Frame,
+    Schedule,
+    bubble,
+    buckets,
+    build,
+    collectives,
+    expression,
+    outcome,
+    scenes,
+    sheet,
+    states,
+    steps,
+)
+from insides import scene_page as page
+from paceline import World
 from paceline.data import DataLoader
-from paceline.tools.explain import bubble, buckets, collectives
-from paceline.tools.explain.buckets import BANDWIDTH, LATENCY
-from paceline.tools.explain.collectives import BEFORE_2_13, Collective, outcome, states
-from paceline.tools.explain.drawing import Cell
-from paceline.tools.explain.explain_command import KNOWN, MOST_RANKS, scenes
-from paceline.tools.explain.scene import Frame, page, sheet
-from paceline.tools.explain.slices import expression, steps
 from ranks import Pools
 
 PICTURES = Path(__file__).parents[3] / "docs" / "pictures"

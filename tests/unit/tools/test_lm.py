@@ -14,11 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.core.rng import set_seed
-from paceline.core.unwrapping import unwrap
-from paceline.core.world import World
-from paceline.tools.recipes.datasets import IGNORED, Characters, Windows, make_corpus, read_text, split
-from paceline.tools.recipes.lm import GPT, LmConfig, optimizer_for, train_lm, written_on
+from insides import (
+    GPT,
+    IGNORED,
+    Characters,
+    LmConfig,
+    Windows,
+    make_corpus,
+    optimizer_for,
+    read_text,
+    split,
+    train_lm,
+    written_on,
+)
+from paceline import World, set_seed, unwrap
 from processes import paceline
 from recipe_reports import FIELDS
 from twins import Pools

@@ -20,21 +20,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import paceline
-from insides import under_way
-from paceline.core.world import World
-from paceline.errors import installing
-from paceline.optim import ShardedOptimizer, sharding
-from paceline.tools.memory_estimate.activations import Activations, Batch, activations_of
-from paceline.tools.memory_estimate.footprints import (
+from insides import (
     DDP,
     FSDP2,
     SHARDED,
     TORCH_DDP,
+    Activations,
+    Batch,
+    BuiltModel,
     Footprint,
     Training,
+    activations_of,
     parse_optimizer,
+    sharding,
+    under_way,
 )
-from paceline.tools.memory_estimate.models import BuiltModel
+from paceline import World
+from paceline.errors import installing
+from paceline.optim import ShardedOptimizer
 from twins import Pools
 
 SMOLLM2 = {

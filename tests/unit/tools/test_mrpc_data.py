@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.errors import UsageError
-from paceline.tools.recipes.configs import DEFAULT_MODEL
-from paceline.tools.recipes.datasets import (
+from insides import (
     COLUMNS,
+    DEFAULT_MODEL,
     Pair,
     TokenizedPairs,
     f1_score,
     majority_baseline,
     read_folder,
     read_pairs,
+    remark,
 )
-from paceline.tools.recipes.mrpc import remark
+from paceline.errors import UsageError
 from processes import paceline
 from real_data import real_data
 
@@ -200,7 +200,7 @@ def test_missing_network_error_names_the_flags_that_help(tmp_path: Path, model: 
 
 
 def test_unresponsive_hub_times_out_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.tools import hub
+    from insides import hub
 
     server, url = silent_port()
     monkeypatch.setenv("HF_ENDPOINT", url)

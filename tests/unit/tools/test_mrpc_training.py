@@ -17,12 +17,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from paceline.core.digests import weights_sha256
-from paceline.core.world import World
+from insides import COLUMNS, MrpcConfig, mrpc, read_folder, train_mrpc, weights_sha256
+from paceline import World
 from paceline.errors import UsageError
-from paceline.tools.recipes import mrpc
-from paceline.tools.recipes.datasets import COLUMNS, read_folder
-from paceline.tools.recipes.mrpc import MrpcConfig, train_mrpc
 from twins import Pools
 
 pytestmark = pytest.mark.slow

@@ -14,16 +14,27 @@ from typing import Any
 
 import pytest
 
-from paceline import errors
-from paceline.core.world import World
+from insides import (
+    PATIENCE_S,
+    Channel,
+    Conversation,
+    Folding,
+    Process,
+    Processes,
+    Rank,
+    RankMagics,
+    Shown,
+    Start,
+    Wait,
+    fork_client,
+    parsed_start,
+    pulled,
+    ranks_in,
+    routed,
+    wait_in,
+)
+from paceline import World, errors
 from paceline.errors import PacelineError, UsageError
-from paceline.launch import fork_client
-from paceline.tools.notebook.cell_parser import Start, parsed_start, pulled, ranks_in, routed
-from paceline.tools.notebook.execution import Conversation, Shown, Wait, wait_in
-from paceline.tools.notebook.magics import RankMagics
-from paceline.tools.notebook.output import PATIENCE_S, Folding
-from paceline.tools.notebook.processes import Process, Processes
-from paceline.tools.notebook.rank import Channel, Rank
 from twins import Pools
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline.planner.goodput import goodput
-from paceline.planner.hardware import Cluster, Link
-from paceline.planner.predictions import Job, equal_layers
-from paceline.tools.plan.report import Outlook, document, look_ahead, notes, plot_outlook, trainings_table
+from insides import Cluster, Link, Outlook, document, equal_layers, goodput, look_ahead, plot_outlook, trainings_table
+from insides import predictions_Job as Job
+from insides import report_notes as notes
 
 DESCRIBED = ("plan", "--params", "360M", "--flops", "4.4T", "--device", "h100", "--batch", "8")
 Planned = Callable[..., dict[str, Any]]

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from insides import COLUMNS, DEFAULT_MODEL, DigitsConfig, LmConfig, MrpcConfig
 from paceline.errors import MissingExtra, UsageError, installing
-from paceline.tools.recipes.configs import DEFAULT_MODEL, DigitsConfig, LmConfig, MrpcConfig
-from paceline.tools.recipes.datasets import COLUMNS
 
 ROW = "1\t1\t2\tA cat .\tThe cat ."
 

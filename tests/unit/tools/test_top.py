@@ -13,11 +13,20 @@ from typing import Any
 
 import pytest
 
-from paceline.core.job_directory import PARENT, JobNote
+from insides import (
+    ENDED,
+    PARENT,
+    RUNNING,
+    STARTING,
+    JobNote,
+    RankStatus,
+    choose,
+    describe,
+    find_straggler,
+    module_command,
+    title_of,
+)
 from paceline.errors import UsageError
-from paceline.launch.hook.run_module import module_command
-from paceline.launch.job import title_of
-from paceline.tools.top import ENDED, RUNNING, STARTING, RankStatus, choose, describe, find_straggler
 from processes import Running, paceline, script, until
 
 SLEEP_S = 0.1

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from paceline.core.world import World
+from insides import ControlBlock
+from paceline import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.control_block import ControlBlock
 from paceline.errors import CallbackError, UsageError
 from paceline.train import EarlyStopping, Evaluation, ExponentialMovingAverage, TrainConfig, Trainer
 from trainings import (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.core.rng import rng_state
-from paceline.core.world import World
+from insides import rng_state
+from paceline import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.train import Evaluation, TrainConfig, Trainer, evaluate, predict

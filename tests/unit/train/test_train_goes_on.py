@@ -15,12 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint import Checkpointer, checkpointer, run_folder, saving
-from paceline.checkpoint import restore as restoring
-from paceline.checkpoint.due_saves import DueSaves
-from paceline.checkpoint.signals import Interrupts
-from paceline.core.rng import rng_state, set_seed
-from paceline.core.world import World
+from insides import DueSaves, Interrupts, checkpointer, rng_state, run_folder, saving
+from insides import restore as restoring
+from paceline import World, set_seed
+from paceline.checkpoint import Checkpointer
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.core.world import World
+from paceline import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.train import Evaluation, Result, TrainConfig, Trainer

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
-from paceline.core.world import World
+from paceline import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
-from paceline.train import Trainer
-from paceline.train.schedule import lr_factor, scaled_lr
+from paceline.train import Trainer, lr_factor, scaled_lr
 from trainings import FEATURES, Points, Settings, refusal, squared_loss
 
 DATA = Points(40, torch.float32)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from device_watch import queued_operations
-from insides import TorchDispatchMode
-from paceline.core.world import World
+from insides import TorchDispatchMode, checkpoints
+from paceline import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.train import Evaluation, TrainConfig, Trainer, checkpoints, evaluate
+from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
 from trainings import Points, Settings, refusal, squared_error, squared_loss
 from twins import Pools
 

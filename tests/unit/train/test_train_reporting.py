@@ -17,13 +17,12 @@ import pytest
 import torch
 
 from forked import call
-from paceline.core.world import World
+from insides import Loggers, LossAverage, ProgressDisplay
+from paceline import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import installing
-from paceline.train import Evaluation, TrainConfig, Trainer
-from paceline.train.loggers import JsonLines, Loggers, MLflow, ProgressDisplay, TensorBoard, WeightsAndBiases
-from paceline.train.metrics import LossAverage
+from paceline.train import Evaluation, JsonLines, MLflow, TensorBoard, TrainConfig, Trainer, WeightsAndBiases
 from ranks import TIMEOUT_S
 from trainings import Points, Run, net, optimizer_of, refusal, squared_error, squared_loss
 from twins import Pools

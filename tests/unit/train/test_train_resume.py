@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from paceline.data.dataset_digest import outline_digest
+from insides import DataIdentity, RunState, Saves, checkpoints, fingerprint, outline_digest
 from paceline.errors import CheckpointMismatch
-from paceline.train import EarlyStopping, checkpoints
-from paceline.train.checkpoints import DataIdentity, Saves, fingerprint
-from paceline.train.run import RunState
+from paceline.train import EarlyStopping
 from trainings import Outcome, Run, Settings, in_silence, train
 from twins import Pools
 

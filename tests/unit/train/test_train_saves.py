@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.due_saves import DueSaves
+from insides import DueSaves
 from paceline.errors import CheckpointWarning
 from processes import paceline
 from trainings import Outcome, Run, Settings, train

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.core.digests import weights_sha256
-from paceline.core.world import World
+from insides import weights_sha256
+from paceline import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.train import Evaluation, Result, TrainConfig, Trainer

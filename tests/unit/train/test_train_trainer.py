@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline import World
 from paceline.checkpoint import Checkpointer
-from paceline.core.world import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CallbackError

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.core.digests import weights_sha256
-from paceline.core.world import World
+from insides import weights_sha256
+from paceline import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.optim import ShardedOptimizer
