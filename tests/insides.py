@@ -21,16 +21,14 @@ from paceline.ddp import DistributedDataParallel
 _NAMES = {
     "checkpoint.due_saves": "DAY_S DueSaves automatic_interval",
     "checkpoint.persist_rescued": "keep",
-    "checkpoint.rank_states": (
-        "OwnStates OwnStatesFiles StepBarrier buffers_in carry_over objects_in read_own_states states_path"
-    ),
+    "checkpoint.rank_states": "OwnStates StepBarrier carry_over",
     "checkpoint.recovery": "Contents DESTINATION Recovery",
     "checkpoint.registered": "Registered",
     "checkpoint.run_folder": "RunFolder",
     "checkpoint.safetensors_file": "read_specs",
     "checkpoint.signals": "Interrupts StopRequests",
     "checkpoint.state_codec": "Encoder STORABLE Unencodable decode",
-    "checkpoint.step_boundary": "Boundary SmallBuffers from_snapshot snapshot",
+    "checkpoint.step_boundary": "Boundary",
     "checkpoint.step_names": "step_name",
     "comm.forking": "keep_in_children",
     "comm.gloo": "connect_gloo",
@@ -45,7 +43,7 @@ _NAMES = {
     "comm.work": "Handle Runner",
     "compression.low_precision": "CHUNK",
     "compression.powersgd": "orthonormal product",
-    "core.black_box": "BUCKET_WAIT BlackBox FOLDER PHASES Snapshot open_box path_of=black_box_path_of read_box",
+    "core.black_box": "BlackBox FOLDER PHASES Snapshot path_of=black_box_path_of read_box",
     "core.data_position": "Origin",
     "core.digests": "PIECE quick_digest tensor_digest weights_sha256",
     "core.host": "busy_seconds is_running processor_seconds",
@@ -61,7 +59,7 @@ _NAMES = {
     ),
     "core.stacks": "place_in",
     "core.step_progress": "BEFORE RESCUE RESTARTS SPARE STEPS StepRecord job_folder key_of record_path records_in",
-    "core.stores": "NotPrivate is_one_host make_file open_file path_of=stores_path_of private_store",
+    "core.stores": "is_one_host path_of=stores_path_of",
     "core.torch_distributed": "get_default_store get_known_groups is_sharded whole_of",
     "core.torch_elastic": "OPTIMIZERS_NEED starting_ranks_with",
     "core.torch_internals": "GraphTask queue_callback",
@@ -80,7 +78,7 @@ _NAMES = {
     "ddp.control_block": "ControlBlock Status StatusDigest tail_width",
     "ddp.exchange": "LateReading USUAL_STEPS",
     "ddp.extensions": "GraphCapture unused_message",
-    "ddp.joined_steps": "Event Message decode=joined_steps_decode encode event_number",
+    "ddp.joined_steps": "Event Message encode event_number decode=joined_steps_decode",
     "ddp.ledger": "Ledger",
     "ddp.options": "capacities",
     "ddp.replica_check": "drift",
@@ -102,13 +100,13 @@ _NAMES = {
     "launch.signals": "HELD_BACK",
     "launch.verdict": "Cause Change EARLY_S Failure LIMIT Past Places Reached Verdict verdict",
     "optim.sharding": "cut_evenly deal_out",
-    "planner.critical_batch": "NoiseScale estimate trade_off trainings verdict=critical_batch_verdict",
+    "planner.critical_batch": "NoiseScale verdict=critical_batch_verdict estimate trade_off trainings",
     "planner.goodput": "best_interval goodput",
     "planner.hardware": (
         "Calibration Cluster GBIT Link PUBLISHED UNKNOWN between_link device device_or_unknown inside_link links table"
     ),
     "planner.predictions": (
-        "Job=predictions_Job Layer Workload backward_timeline effects equal_layers from_flags simulate"
+        "Layer Workload backward_timeline effects equal_layers from_flags Job=predictions_Job simulate"
     ),
     "planner.profiles": "Profiled fit from_profiles from_summary",
     "profiler.advice": "Advice",
@@ -123,7 +121,7 @@ _NAMES = {
     "profiler.page": "find_outliers page",
     "profiler.profiling": "RESULTS write_results",
     "profiler.rank_file": (
-        "FOLDER=rank_file_FOLDER KILLED RankRecord path_of read_ranks trace_of write_facts write_steps"
+        "KILLED RankRecord path_of FOLDER=rank_file_FOLDER read_ranks trace_of write_facts write_steps"
     ),
     "profiler.recorder": "Session",
     "profiler.stack_samples": "StackSampler between_spans function_of",
@@ -139,7 +137,7 @@ _NAMES = {
     "tools.checkpoint_files": "export",
     "tools.compare.measured_run": "TURN Turns",
     "tools.compare.modes": "MODES Way choose_ways",
-    "tools.compare.report": "COLUMNS=report_COLUMNS Row=report_Row figures notes weights_difference",
+    "tools.compare.report": "figures notes COLUMNS=report_COLUMNS Row=report_Row weights_difference",
     "tools.explain.buckets": "BANDWIDTH LATENCY",
     "tools.explain.collectives": "BEFORE_2_13 Collective outcome states",
     "tools.explain.drawing": "Cell",
@@ -148,7 +146,6 @@ _NAMES = {
     "tools.explain.slices": "expression steps",
     "tools.main": "main",
     "tools.memory_estimate.activations": "Activations Batch activations_of",
-    "tools.memory_estimate.footprints": "DDP FSDP2 Footprint SHARDED TORCH_DDP Training parse_optimizer",
     "tools.memory_estimate.models": "BuiltModel",
     "tools.notebook.cell_parser": "Start parsed_start pulled ranks_in routed",
     "tools.notebook.execution": "Conversation Shown Wait wait_in",
@@ -156,15 +153,11 @@ _NAMES = {
     "tools.notebook.output": "Folding PATIENCE_S",
     "tools.notebook.processes": "Process Processes",
     "tools.notebook.rank": "Channel Rank",
-    "tools.plan.report": "Outlook document look_ahead notes=report_notes plot_outlook trainings_table",
+    "tools.plan.report": "Outlook document look_ahead plot_outlook notes=report_notes trainings_table",
     "tools.profile_command": "ProfileSettings parts_table print_summary",
     "tools.program": "option",
     "tools.recipes.configs": "DEFAULT_MODEL DigitsConfig LmConfig MrpcConfig",
-    "tools.recipes.datasets": (
-        "COLUMNS Characters IGNORED Pair TokenizedPairs Windows f1_score majority_baseline make_corpus "
-        "read_folder read_pairs read_text split"
-    ),
-    "tools.recipes.lm": "GPT optimizer_for train_lm written_on",
+    "tools.recipes.datasets": "COLUMNS read_folder",
     "tools.recipes.mrpc": "remark train_mrpc",
     "tools.run_options": "add_own_options",
     "tools.top": "ENDED RUNNING RankStatus STARTING choose describe find_straggler",
@@ -175,20 +168,20 @@ _NAMES = {
 }
 """The names that tests use of each internal module; ``name=alias`` if another module has the same name."""
 _MODULES = (
-    "checkpoint.captures checkpoint.checkpointer checkpoint.due_saves checkpoint.manifest checkpoint.restore "
-    "checkpoint.run_folder checkpoint.safetensors_file checkpoint.saving checkpoint.state_codec "
-    "checkpoint.step_folders comm.gloo comm.handshake comm.own_group comm.shm_engine compression.compressor "
-    "compression.pipeline core.consensus core.device_streams core.failpoints core.failure_callbacks "
-    "core.job_directory core.missing_ranks core.nccl_communicators core.stores core.strict_json "
-    "core.torch_distributed core.torch_elastic core.torch_internals core.world ddp.arrivals ddp.channel "
-    "ddp.extensions ddp.finisher ddp.local ddp.reducer ddp.wrapper launch.agent launch.failure_record "
+    "checkpoint.captures checkpoint.checkpointer checkpoint.due_saves checkpoint.manifest checkpoint.rank_states "
+    "checkpoint.restore checkpoint.run_folder checkpoint.safetensors_file checkpoint.saving checkpoint.state_codec "
+    "checkpoint.step_boundary checkpoint.step_folders comm.gloo comm.handshake comm.own_group comm.shm_engine "
+    "compression.compressor compression.pipeline core.black_box core.consensus core.device_streams core.failpoints "
+    "core.failure_callbacks core.job_directory core.missing_ranks core.nccl_communicators core.stores "
+    "core.strict_json core.torch_distributed core.torch_elastic core.torch_internals core.world ddp.arrivals "
+    "ddp.channel ddp.extensions ddp.finisher ddp.local ddp.reducer ddp.wrapper launch.agent launch.failure_record "
     "launch.fork_client launch.fork_server=launch_fork_server launch.guard launch.hang_detection launch.job "
     "launch.output launch.rank_processes launch.restart_policy launch.signals launch.stack_dump "
     "launch.verdict=launch_verdict nn.sync_batch_norm optim.sharding profiler.advice profiler.rank_file "
-    "profiler.recorder=profiler_recorder profiler.stack_samples profiler.step_parts tools.bench.measure "
-    "tools.checkpoint_files tools.explain.bubble tools.explain.buckets tools.explain.collectives tools.hub "
-    "tools.main=tools_main tools.recipes.commands tools.recipes.mrpc tools.run_command tools.run_options "
-    "train.checkpoints train.training_step "
+    "profiler.recorder=profiler_recorder profiler.stack_samples profiler.step_breakdown profiler.step_parts "
+    "tools.bench.measure tools.checkpoint_files tools.explain.bubble tools.explain.buckets tools.explain.collectives "
+    "tools.hub tools.main=tools_main tools.memory_estimate.footprints tools.recipes.commands tools.recipes.datasets "
+    "tools.recipes.lm tools.recipes.mrpc tools.run_command tools.run_options train.checkpoints train.training_step "
 )
 """The internal modules whose attributes tests read or replace; ``module=alias`` as above."""
 

@@ -16,22 +16,7 @@ import torch
 from test_checkpoint_roundtrip import Holder
 from torch import nn
 
-from insides import (
-    Boundary,
-    OwnStatesFiles,
-    Registered,
-    SmallBuffers,
-    StepBarrier,
-    StepRecord,
-    buffers_in,
-    captures,
-    from_snapshot,
-    objects_in,
-    read_own_states,
-    record_path,
-    snapshot,
-    states_path,
-)
+from insides import Registered, StepRecord, captures, rank_states, record_path, step_boundary
 from paceline.errors import CheckpointError, CommunicationError
 
 
@@ -47,33 +32,33 @@ def test_objects_and_buffers_of_any_size_are_restored(tmp_path: Path) -> None:
     states = {"residual": large, "none": empty, "flags": torch.tensor([True, False]), "phase": torch.tensor([1 + 2j])}
     own = captures.own([entry("hook", Holder(states), per_rank=True)])
     buffers = [torch.tensor(5), torch.randn(3, 4).bfloat16()]
-    files = OwnStatesFiles(tmp_path / "states")
+    files = rank_states.OwnStatesFiles(tmp_path / "states")
     files.write(1, [], [])
     files.write(2, [own], buffers)  # larger than the existing file
-    found = read_own_states(tmp_path / "states", 2)
-    assert all(torch.equal(one, other) for one, other in zip(buffers_in(found), buffers, strict=True))
-    objects = objects_in(found)
+    found = rank_states.read_own_states(tmp_path / "states", 2)
+    assert all(torch.equal(one, other) for one, other in zip(rank_states.buffers_in(found), buffers, strict=True))
+    objects = rank_states.objects_in(found)
     assert objects.nodes == own.nodes
     assert torch.equal(objects.tensors["hook.residual"], large)
     assert objects.tensors["hook.none"].shape == (0, 3)
 
 
 def test_the_previous_step_survives_a_kill_at_any_point(tmp_path: Path) -> None:
-    files = OwnStatesFiles(tmp_path / "states")
+    files = rank_states.OwnStatesFiles(tmp_path / "states")
     for step in (4, 5, 5, 6, 6):  # each is prepared, then completed
         files.write(step, [], [torch.tensor(step)])
-    assert read_own_states(tmp_path / "states", 4) == {}
+    assert rank_states.read_own_states(tmp_path / "states", 4) == {}
     for step in (5, 6):
-        assert buffers_in(read_own_states(tmp_path / "states", step)) == [step]
+        assert rank_states.buffers_in(rank_states.read_own_states(tmp_path / "states", step)) == [step]
 
 
 def test_an_interrupted_write_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = OwnStatesFiles(tmp_path / "states")
+    files = rank_states.OwnStatesFiles(tmp_path / "states")
     for step in (1, 2, 3, 4):
         files.write(step, [], [])
     monkeypatch.setattr(struct, "pack_into", lambda *_: None)  # the rank is killed before its last write
     files.write(5, [], [])  # overwrites step 1
-    assert [step for step in range(1, 6) if read_own_states(tmp_path / "states", step)] == [2, 3, 4]
+    assert [step for step in range(1, 6) if rank_states.read_own_states(tmp_path / "states", step)] == [2, 3, 4]
 
 
 def test_a_failed_allocation_releases_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +71,7 @@ def test_a_failed_allocation_releases_its_memory(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     with pytest.raises(OSError, match="No space left"):
-        OwnStatesFiles(tmp_path / "states")
+        rank_states.OwnStatesFiles(tmp_path / "states")
     assert not list(tmp_path.iterdir())
 
 
@@ -95,10 +80,10 @@ def test_a_failed_allocation_releases_its_memory(tmp_path: Path, monkeypatch: py
 
 def test_values_that_change_in_place_are_copied() -> None:
     state: Any = {"list": [1, {"deep": torch.zeros(2)}], "ordered": OrderedDict(a=1), "tuple": (torch.ones(1),)}
-    frozen = snapshot(state)
+    frozen = step_boundary.snapshot(state)
     state["list"][1]["deep"] += 1
     state["ordered"]["a"] = 2
-    thawed = from_snapshot(frozen, "x")
+    thawed = step_boundary.from_snapshot(frozen, "x")
     assert thawed["list"][1]["deep"].tolist() == [0, 0]
     assert thawed["ordered"] == OrderedDict(a=1)
     assert type(thawed["tuple"]) is tuple
@@ -111,14 +96,14 @@ def test_a_buffer_with_nine_dimensions_is_kept() -> None:
     module = nn.Module()
     module.register_buffer("deep", torch.ones((1,) * 9))
     module.register_buffer("nothing", None)
-    buffers = SmallBuffers([Registered.of("model", module, False, {})])
+    buffers = step_boundary.SmallBuffers([Registered.of("model", module, False, {})])
     buffers.load(buffers.current())
     assert module.deep.shape == (1,) * 9
     assert module.nothing is None
 
 
 def test_ranks_leave_the_barrier_together_with_the_same_requests(tmp_path: Path) -> None:
-    barriers = [StepBarrier(tmp_path, rank, 3, 30) for rank in range(3)]
+    barriers = [rank_states.StepBarrier(tmp_path, rank, 3, 30) for rank in range(3)]
     requests: dict[int, list[int]] = {rank: [] for rank in range(3)}
 
     def come(rank: int) -> None:
@@ -133,28 +118,30 @@ def test_ranks_leave_the_barrier_together_with_the_same_requests(tmp_path: Path)
 
 
 def test_a_rank_that_misses_the_barrier_is_named(tmp_path: Path) -> None:
-    barrier = StepBarrier(tmp_path, 0, 2, 0.2)
+    barrier = rank_states.StepBarrier(tmp_path, 0, 2, 0.2)
     with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not reach optimizer step 3 within 0\.2 s"):
         barrier.prepare(3, [], [])
 
 
 def test_an_exited_rank_is_named_immediately(tmp_path: Path) -> None:
-    ended = multiprocessing.get_context("fork").Process(target=lambda: StepBarrier(tmp_path, 1, 2, 60) and None)
+    ended = multiprocessing.get_context("fork").Process(
+        target=lambda: rank_states.StepBarrier(tmp_path, 1, 2, 60) and None
+    )
     ended.start()
     ended.join()
     with pytest.raises(CommunicationError, match="rank 0: rank 1 ended before optimizer step 1") as caught:
-        StepBarrier(tmp_path, 0, 2, 60).prepare(1, [], [])
+        rank_states.StepBarrier(tmp_path, 0, 2, 60).prepare(1, [], [])
     assert caught.value.blamed == (1,)
 
 
 # -- the boundary ------------------------------------------------------------------------------------------------------
 
 
-def boundary_of_one_rank(tmp_path: Path) -> tuple[Boundary, torch.optim.Optimizer, nn.Parameter]:
+def boundary_of_one_rank(tmp_path: Path) -> tuple[step_boundary.Boundary, torch.optim.Optimizer, nn.Parameter]:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     entries = [entry("optimizer", optimizer)]
-    boundary = Boundary(lambda: entries, StepBarrier(tmp_path, 0, 1, 30))
+    boundary = step_boundary.Boundary(lambda: entries, rank_states.StepBarrier(tmp_path, 0, 1, 30))
     boundary.watch(entries[0])
     return boundary, optimizer, weight
 
@@ -175,7 +162,7 @@ def test_training_continues_when_state_outgrows_the_memory(
     record = boundary.barrier.record
     boundary.mark()
     step(optimizer, weight)
-    monkeypatch.setattr(OwnStatesFiles, "write", full)
+    monkeypatch.setattr(rank_states.OwnStatesFiles, "write", full)
     assert boundary.mark()
     assert (boundary.step, boundary.can_be_saved, boundary.barrier) == (1, False, None)
     assert "rank 0: a failure will cost the steps since the last save on disk" in caplog.text
@@ -214,10 +201,10 @@ def test_per_rank_state_is_stored_before_and_after_the_optimizer_step(tmp_path: 
     boundary.mark()
     torch.manual_seed(1)
     step(optimizer, weight)
-    prepared = read_own_states(states_path(tmp_path, 0), 1)
+    prepared = rank_states.read_own_states(rank_states.states_path(tmp_path, 0), 1)
     torch.rand(1)
     boundary.mark()
-    completed = read_own_states(states_path(tmp_path, 0), 1)
+    completed = rank_states.read_own_states(rank_states.states_path(tmp_path, 0), 1)
     assert prepared["random generator", "torch"] != completed["random generator", "torch"]
-    assert read_own_states(states_path(tmp_path, 0), 1, prepared=True) == prepared
+    assert rank_states.read_own_states(rank_states.states_path(tmp_path, 0), 1, prepared=True) == prepared
     assert StepRecord(record_path(tmp_path, 0)).completed == 1

@@ -25,19 +25,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from forked import in_processes
-from insides import (
-    LOOPBACK,
-    Arena,
-    NotPrivate,
-    Peer,
-    connect_gloo,
-    gloo,
-    handshake,
-    loopback_store,
-    make_file,
-    open_file,
-    private_store,
-)
+from insides import LOOPBACK, Arena, Peer, connect_gloo, gloo, handshake, loopback_store, stores
 from insides import stores as rendezvous
 from insides import stores_path_of as path_of
 from paceline.errors import CommunicationError
@@ -216,7 +204,7 @@ def offer(send: Callable[[Any], None], name: str) -> None:
 
 @needs_root
 def test_another_user_cannot_open_a_private_store() -> None:
-    with OtherUser(try_to_open, path_of(make_file(""))) as user:
+    with OtherUser(try_to_open, path_of(stores.make_file(""))) as user:
         assert user.receive() == "PermissionError"
 
 
@@ -230,7 +218,7 @@ def try_to_open(send: Callable[[Any], None], path: str) -> None:
 @needs_root
 def test_values_forged_in_the_public_store_are_refused_by_name(tmp_path: Path) -> None:
     public = loopback_store()
-    file, other = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600), make_file("1")
+    file, other = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600), stores.make_file("1")
     with OtherUser(offer, f"paceline-store-{public.port}") as user:
         refused = {
             f"{user.receive()} {'0' * 32}": f"it belongs to user {NOBODY}, not to user 0",
@@ -243,7 +231,7 @@ def test_values_forged_in_the_public_store_are_refused_by_name(tmp_path: Path) -
         for text, message in refused.items():
             public.set("private", text)
             with pytest.raises(CommunicationError, match=re.escape(message)) as caught:
-                private_store(public, 1, range(2), TIMEOUT, range(2))
+                stores.private_store(public, 1, range(2), TIMEOUT, range(2))
             assert "rank 1: rank 0's private store" in str(caught.value)
             assert len(str(caught.value)) < 600
     os.close(file)
@@ -263,12 +251,12 @@ def store_write(send: Callable[[Any], None], port: int, entries: dict[str, str])
 
 
 def test_another_jobs_memory_file_is_not_used() -> None:
-    descriptor = make_file("7")
-    with pytest.raises(NotPrivate, match="was not made for this job"):
-        open_file(path_of(descriptor), "8")
+    descriptor = stores.make_file("7")
+    with pytest.raises(stores.NotPrivate, match="was not made for this job"):
+        stores.open_file(path_of(descriptor), "8")
     before = len(os.listdir("/proc/self/fd"))
-    mine = open_file(path_of(descriptor), "7")
-    assert open_file(path_of(descriptor), "7") == mine  # once per process
+    mine = stores.open_file(path_of(descriptor), "7")
+    assert stores.open_file(path_of(descriptor), "7") == mine  # once per process
     assert len(os.listdir("/proc/self/fd")) == before + 1
     os.close(descriptor)
 
@@ -276,14 +264,14 @@ def test_another_jobs_memory_file_is_not_used() -> None:
 def test_a_private_store_is_reused_without_further_descriptors() -> None:
     gc.collect()  # garbage of earlier tests
     public = loopback_store()
-    first = private_store(public, 0, range(2), TIMEOUT, range(2))
+    first = stores.private_store(public, 0, range(2), TIMEOUT, range(2))
     assert rendezvous.is_private(first)
     assert not rendezvous.is_private(public)
     inside = PrefixStore("y/", first)
-    assert private_store(inside, 1, range(2), TIMEOUT, range(2)) is inside
+    assert stores.private_store(inside, 1, range(2), TIMEOUT, range(2)) is inside
     before = len(os.listdir("/proc/self/fd"))
     for number in range(5):
-        again = private_store(PrefixStore(f"{number}/", public), 0, range(2), TIMEOUT, range(2))
+        again = stores.private_store(PrefixStore(f"{number}/", public), 0, range(2), TIMEOUT, range(2))
         again.set("key", "value")
         assert not again.check(["other"])
         assert not first.check(["key"])
@@ -408,8 +396,8 @@ def test_a_connection_of_another_user_is_found_in_the_kernel_table(
 
 def test_a_nested_job_does_not_use_the_outer_jobs_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun inherits the environment if a rank of ``paceline run`` starts it."""
-    outer, public = make_file("1"), loopback_store()
-    inner = make_file(str(public.port))
+    outer, public = stores.make_file("1"), loopback_store()
+    inner = stores.make_file(str(public.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
 
     def world(variable: str) -> Store:

@@ -16,19 +16,14 @@ from typing import Any
 import pytest
 
 from insides import (
-    BUCKET_WAIT,
-    FOLDER,
     PARENT,
-    PHASES,
     SIZE,
-    BlackBox,
     JobFolder,
     Recorder,
+    black_box,
     black_boxes,
     is_running,
     job_directory,
-    open_box,
-    read_box,
     read_note,
     running_jobs,
 )
@@ -45,7 +40,7 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def recording(box: BlackBox) -> Recorder:
+def recording(box: black_box.BlackBox) -> Recorder:
     log = Recorder()
     log.box = box
     return log
@@ -68,17 +63,17 @@ def end(child: int) -> None:
 
 
 def now_in(path: Path) -> Any:
-    snapshot = read_box(path)
+    snapshot = black_box.read_box(path)
     assert snapshot is not None
     return snapshot
 
 
 def count(path: Path) -> None:
     """Write until killed."""
-    box, number = BlackBox(path, 3, 8), 0
+    box, number = black_box.BlackBox(path, 3, 8), 0
     while True:
         number += 1
-        box.change(number % len(PHASES), number)
+        box.change(number % len(black_box.PHASES), number)
         box.forward_began(float(number))
         box.add_wait(2.0 * (number - 1))
         box.optimizer_ended(float(number))
@@ -89,7 +84,7 @@ def count(path: Path) -> None:
 
 def test_the_last_records_of_a_killed_rank_can_be_read(path: Path) -> None:
     def work() -> None:
-        box = BlackBox(path, 1, 2)
+        box = black_box.BlackBox(path, 1, 2)
         for label in ("forward", "optimizer"):
             with box.span(label):
                 pass
@@ -109,7 +104,7 @@ def test_the_last_records_of_a_killed_rank_can_be_read(path: Path) -> None:
 def test_a_reader_never_sees_a_partial_write(path: Path) -> None:
     child = in_child(lambda: count(path))
     try:
-        while read_box(path) is None:
+        while black_box.read_box(path) is None:
             time.sleep(0.001)
         seen = [now_in(path) for _ in range(1000)]
         while len({box.steps for box in seen}) <= 10:  # read while it is being written
@@ -120,12 +115,12 @@ def test_a_reader_never_sees_a_partial_write(path: Path) -> None:
     for name in ("steps", "since", "stepped"):
         numbers = [getattr(box, name) for box in seen]
         assert numbers == sorted(numbers)
-    assert {box.phase for box in seen} <= set(PHASES)
+    assert {box.phase for box in seen} <= set(black_box.PHASES)
 
 
 def test_an_exception_records_the_phase_that_raised_it(path: Path) -> None:
     """An exception ends its phase as it propagates, so the phase must be recorded immediately."""
-    box = BlackBox(path, 0, 1)
+    box = black_box.BlackBox(path, 0, 1)
     with suppress(ValueError), box.span("forward"), box.span("collective"):
         raise ValueError
     now = now_in(path)
@@ -141,7 +136,7 @@ def test_an_exception_records_the_phase_that_raised_it(path: Path) -> None:
 
 
 def test_the_next_phase_clears_an_exception_and_stop_iteration_does_not_count(path: Path) -> None:
-    box = BlackBox(path, 0, 1)
+    box = black_box.BlackBox(path, 0, 1)
     with suppress(ValueError), box.span("forward"):
         raise ValueError
     assert now_in(path).raised is not None
@@ -153,23 +148,23 @@ def test_the_next_phase_clears_an_exception_and_stop_iteration_does_not_count(pa
 
 
 def test_an_empty_file_and_another_version_are_reported(path: Path) -> None:
-    assert read_box(path) is None, "no rank has opened it"
-    BlackBox(path, 0, 1)
+    assert black_box.read_box(path) is None, "no rank has opened it"
+    black_box.BlackBox(path, 0, 1)
     with path.open("r+b") as file:
         file.seek(8)
         file.write(struct.pack("<I", 99))
     with pytest.raises(ValueError, match="version 99"):
-        read_box(path)
+        black_box.read_box(path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="greater than file size"):
-        read_box(path)
+        black_box.read_box(path)
 
 
 # -- phases and steps --------------------------------------------------------------------------------------------------
 
 
 def test_each_phase_is_visible_and_then_the_loop(path: Path) -> None:
-    log = recording(BlackBox(path, 0, 1))
+    log = recording(black_box.BlackBox(path, 0, 1))
     for log.on in (False, True):
         for label in ("data wait", "forward", "backward", "wait", "optimizer", "checkpoint", "collective"):
             with log.span(label):
@@ -182,7 +177,7 @@ def test_each_phase_is_visible_and_then_the_loop(path: Path) -> None:
 
 
 def test_after_a_nested_wait_the_outer_phase_is_shown_again(path: Path) -> None:
-    log, seen = recording(BlackBox(path, 0, 1)), []
+    log, seen = recording(black_box.BlackBox(path, 0, 1)), []
     look = lambda: seen.append((now_in(path).phase, now_in(path).bucket))  # noqa: E731
     with log.span("forward"):
         with log.span("collective"):  # SyncBatchNorm
@@ -203,7 +198,7 @@ def test_after_a_nested_wait_the_outer_phase_is_shown_again(path: Path) -> None:
 
 
 def test_a_phase_that_raised_is_not_shown_again(path: Path) -> None:
-    log = recording(BlackBox(path, 0, 1))
+    log = recording(black_box.BlackBox(path, 0, 1))
     log.open("optimizer")  # raises, so the phase is never closed
     with log.span("forward"):
         pass
@@ -212,7 +207,7 @@ def test_a_phase_that_raised_is_not_shown_again(path: Path) -> None:
 
 
 def test_a_step_ends_with_the_first_optimizer_after_a_forward(path: Path) -> None:
-    log = recording(BlackBox(path, 0, 1))
+    log = recording(black_box.BlackBox(path, 0, 1))
 
     def step(forwards: int, optimizers: int) -> int:
         for _ in range(forwards):
@@ -251,7 +246,7 @@ JOB_STEPS: dict[str, tuple[bool, list[tuple[Any, ...]], int | None]] = {
 def test_the_step_is_the_jobs_or_unknown(
     path: Path, is_first_start: bool, acts: list[tuple[Any, ...]], expected: int | None
 ) -> None:
-    box = BlackBox(path, 0, 1, is_first_start)
+    box = black_box.BlackBox(path, 0, 1, is_first_start)
     log = recording(box)
     for what, *number in acts:
         if what == "forward":
@@ -269,7 +264,7 @@ def test_the_step_is_the_jobs_or_unknown(
 def test_averages_skip_the_first_step_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("paceline.core.black_box.time.monotonic", lambda: clock[0])
-    log = recording(BlackBox(path, 0, 1))
+    log = recording(black_box.BlackBox(path, 0, 1))
     for waited in (5.0, 1.0, 3.0):
         with log.span("forward"):
             clock[0] += 2.0
@@ -286,7 +281,7 @@ def test_averages_skip_the_first_step_and_count_a_wait_once(path: Path, monkeypa
 
 
 def test_a_forked_child_does_not_write_to_the_ranks_box(path: Path) -> None:
-    box = BlackBox(path, 0, 1)
+    box = black_box.BlackBox(path, 0, 1)
     os.waitpid(in_child(lambda: box.span("checkpoint").__enter__()), 0)
     assert now_in(path).phase == "loop"
     box.span("checkpoint").__enter__()
@@ -295,23 +290,23 @@ def test_a_forked_child_does_not_write_to_the_ranks_box(path: Path) -> None:
 
 def test_the_first_process_owns_the_box_until_it_exits(path: Path) -> None:
     """A program started by a rank inherits its environment."""
-    environment = {FOLDER: str(path.parent), "LOCAL_RANK": "0", "RANK": "4", "WORLD_SIZE": "8"}
+    environment = {black_box.FOLDER: str(path.parent), "LOCAL_RANK": "0", "RANK": "4", "WORLD_SIZE": "8"}
 
     def hold() -> None:
-        BlackBox(path, 4, 8).change(BUCKET_WAIT, 9)
+        black_box.BlackBox(path, 4, 8).change(black_box.BUCKET_WAIT, 9)
         time.sleep(60)
 
     child = in_child(hold)
-    while (box := read_box(path)) is None or box.bucket != 9:
+    while (box := black_box.read_box(path)) is None or box.bucket != 9:
         time.sleep(0.001)
-    assert open_box(environment) is None
+    assert black_box.open_box(environment) is None
     end(child)
-    assert open_box(environment) is not None
+    assert black_box.open_box(environment) is not None
     box = now_in(path)
     assert (box.pid, box.rank, box.size, box.phase, box.bucket) == (os.getpid(), 4, 8, "loop", None)
-    assert open_box({}) is None
-    assert open_box(environment | {FOLDER: ""}) is None
-    assert open_box(environment | {FOLDER: str(path / "gone")}) is None
+    assert black_box.open_box({}) is None
+    assert black_box.open_box(environment | {black_box.FOLDER: ""}) is None
+    assert black_box.open_box(environment | {black_box.FOLDER: str(path / "gone")}) is None
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -442,12 +437,12 @@ for name in [name for name in sys.modules if name == "paceline" or name.startswi
 import paceline
 from paceline.core.black_box import path_of, read_box
 from paceline.core.spans import recorder
-path = path_of(pathlib.Path(os.environ["{FOLDER}"]), 0)
+path = path_of(pathlib.Path(os.environ["{black_box.FOLDER}"]), 0)
 assert read_box(path) is None
 with recorder.span("forward"):
     assert read_box(path).phase == "forward"
 """
     with JobFolder("run", str(parent), 1) as folder:
-        environment = {FOLDER: str(folder.path), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        environment = {black_box.FOLDER: str(folder.path), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         done = paceline(parent, program=("-c", code), fork="all", **environment)
         assert done.returncode == 0, done.stderr

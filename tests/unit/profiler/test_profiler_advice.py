@@ -23,12 +23,8 @@ from insides import (
     NoiseScale,
     OperatorTable,
     Report,
-    account,
     advice,
-    bucket_times,
-    detailed_steps,
-    mean_of,
-    reduced_and_hidden,
+    step_breakdown,
     step_parts,
     summary,
     tabulate,
@@ -131,14 +127,14 @@ def test_accumulation_reduces_the_all_reduce_share_as_predicted() -> None:
 
 def test_buckets_run_from_launch_to_completion_and_backward_hides_early_ones() -> None:
     made = records(2, buckets=[100, 200, 300, 400], travel=0.004)
-    steps = detailed_steps(made)[0]
-    times = bucket_times(steps, made[0].buckets)
+    steps = step_breakdown.detailed_steps(made)[0]
+    times = step_breakdown.bucket_times(steps, made[0].buckets)
     assert [bucket.nbytes for bucket in times] == [100, 200, 300, 400]
     for bucket in times:
         assert bucket.finished == pytest.approx([launched + 0.001 for launched in bucket.launched])
-    assert reduced_and_hidden(steps, times) == [pytest.approx((0.004, 0.003))] * 2
-    assert Facts(made, OperatorTable()).shares[step_parts.COMMUNICATION] * mean_of(
-        account(made).lengths
+    assert step_breakdown.reduced_and_hidden(steps, times) == [pytest.approx((0.004, 0.003))] * 2
+    assert Facts(made, OperatorTable()).shares[step_parts.COMMUNICATION] * step_breakdown.mean_of(
+        step_breakdown.account(made).lengths
     ) == pytest.approx(0.001)
 
 

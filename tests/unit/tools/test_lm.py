@@ -14,19 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from insides import (
-    GPT,
-    IGNORED,
-    Characters,
-    LmConfig,
-    Windows,
-    make_corpus,
-    optimizer_for,
-    read_text,
-    split,
-    train_lm,
-    written_on,
-)
+from insides import LmConfig, datasets, lm
 from paceline import World, set_seed, unwrap
 from processes import paceline
 from recipe_reports import FIELDS
@@ -54,21 +42,21 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("length", [9, 10, 11])
 def test_windows_predict_every_token_but_the_first_exactly_once(length: int) -> None:
     tokens = torch.arange(length)
-    windows = Windows(tokens, 5)
+    windows = datasets.Windows(tokens, 5)
     pairs = [(int(i), int(t)) for x, y in (windows[k] for k in range(len(windows))) for i, t in zip(x, y, strict=True)]
-    assert [pair for pair in pairs if pair[1] != IGNORED] == [(k, k + 1) for k in range(length - 1)]
+    assert [pair for pair in pairs if pair[1] != datasets.IGNORED] == [(k, k + 1) for k in range(length - 1)]
     assert windows.tokens == length - 1
     assert all(len(part) == 5 for k in range(len(windows)) for part in windows[k])
 
 
 def test_validation_is_the_last_tenth_including_its_first_character() -> None:
-    corpus = make_corpus("ab" * 50, 8)
+    corpus = datasets.make_corpus("ab" * 50, 8)
     assert (corpus.training.tokens, corpus.validation.tokens) == (89, 10)
 
 
 def test_decoding_restores_the_characters() -> None:
     words = "naïve 木 🙂\n\tend"
-    tokenizer = Characters(words)
+    tokenizer = datasets.Characters(words)
     assert tokenizer.size == len(set(words))
     tokens = tokenizer.encode(words)
     assert (tokens.dtype, int(tokens.max())) == (torch.int64, tokenizer.size - 1)
@@ -77,15 +65,15 @@ def test_decoding_restores_the_characters() -> None:
 
 def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes("\ufeffabc".encode())
-    assert read_text(str(tmp_path / "text.txt")) == "abc"
+    assert datasets.read_text(str(tmp_path / "text.txt")) == "abc"
 
 
 # -- the model and its optimizer ---------------------------------------------------------------------------------------
 
 
-def trained_a_little(vocabulary: int = 11) -> GPT:
+def trained_a_little(vocabulary: int = 11) -> lm.GPT:
     with set_seed(1):
-        model = GPT(vocabulary, context=12, width=16, layers=2, heads=2)
+        model = lm.GPT(vocabulary, context=12, width=16, layers=2, heads=2)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)  # zeros would hide mistakes
     return model
@@ -110,7 +98,7 @@ def test_muon_trains_the_blocks_and_adamw_the_rest(world: World) -> None:
     ours, theirs = trained_a_little(), trained_a_little()
     matrices = theirs.matrices()
     others = [parameter for parameter in theirs.parameters() if parameter not in set(matrices)]
-    combined = optimizer_for(ours, lr=0.02)
+    combined = lm.optimizer_for(ours, lr=0.02)
     apart = [
         torch.optim.Muon(matrices, lr=0.02),
         torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.99), eps=1e-10, weight_decay=0.0, fused=True),
@@ -118,7 +106,7 @@ def test_muon_trains_the_blocks_and_adamw_the_rest(world: World) -> None:
     tokens = torch.randint(0, 11, (3, 12), generator=torch.Generator().manual_seed(0))
     for step in range(5):
         if step == 3:  # a new optimizer takes over its state
-            state, combined = combined.state_dict(), optimizer_for(ours, lr=1.0)
+            state, combined = combined.state_dict(), lm.optimizer_for(ours, lr=1.0)
             combined.load_state_dict(state)
         for model, optimizers in ((ours, [combined]), (theirs, apart)):
             model.zero_grad()
@@ -135,8 +123,8 @@ def test_muon_trains_the_blocks_and_adamw_the_rest(world: World) -> None:
 def trained(world: World, config: LmConfig) -> tuple[dict[str, Any], list[str]]:
     """Return the training report and rank 0's generated text."""
     corpus = config.corpus()
-    model, report, _ = train_lm(config, corpus, world)
-    sample = written_on(unwrap(model), corpus.validation[0][0][:1], 20, config.context, seed=3)
+    model, report, _ = lm.train_lm(config, corpus, world)
+    sample = lm.written_on(unwrap(model), corpus.validation[0][0][:1], 20, config.context, seed=3)
     return report, [corpus.tokenizer.decode(sample)]
 
 
@@ -164,8 +152,8 @@ def naive_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
 
 def loss_twice(world: World, config: LmConfig) -> tuple[float, float]:
     corpus = config.corpus()
-    model, report, _ = train_lm(config, corpus, world)
-    training, validation = (corpus.tokenizer.encode(part) for part in split(read_text(config.data)))
+    model, report, _ = lm.train_lm(config, corpus, world)
+    training, validation = (corpus.tokenizer.encode(part) for part in datasets.split(datasets.read_text(config.data)))
     tokens = torch.cat([training[-1:], validation])
     with torch.no_grad():
         return report["loss"], naive_loss(unwrap(model), tokens, config.context)

@@ -20,21 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import paceline
-from insides import (
-    DDP,
-    FSDP2,
-    SHARDED,
-    TORCH_DDP,
-    Activations,
-    Batch,
-    BuiltModel,
-    Footprint,
-    Training,
-    activations_of,
-    parse_optimizer,
-    sharding,
-    under_way,
-)
+from insides import Activations, Batch, BuiltModel, activations_of, footprints, sharding, under_way
 from paceline import World
 from paceline.errors import installing
 from paceline.optim import ShardedOptimizer
@@ -70,7 +56,7 @@ OPTIMIZERS = ("Adam+amsgrad", "sgd", "SGD+momentum+nesterov", "adafactor", "adam
 @pytest.mark.parametrize("text", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_optimizer_state_scales_from_a_tiny_parameter(text: str, dtype: torch.dtype) -> None:
-    trial = parse_optimizer(text)
+    trial = footprints.parse_optimizer(text)
     for shape in ((), (33,), (48, 7), (7, 7), (4, 1, 3), (8, 3, 5, 5), (0,)):
         if text == "adafactor" and 0 in shape:
             continue  # it divides by the number of elements
@@ -85,7 +71,7 @@ def test_optimizer_that_cannot_train_a_parameter_is_refused() -> None:
     cases: Any = (("muon", (3,), "1 dimension in"), ("lbfgs", (3, 2), "LBFGS"), ("sparseadam", (2,), "dense gradients"))
     for text, shape, said in cases:
         with pytest.raises(paceline.UsageError, match=said):
-            parse_optimizer(text).nbytes(shape, torch.float32)
+            footprints.parse_optimizer(text).nbytes(shape, torch.float32)
 
 
 # -- memory of ranks ---------------------------------------------------------------------------------------------------
@@ -138,7 +124,7 @@ def bytes_with_paceline(world: World, kind: type, sharding: dict[str, Any] | Non
     return weights, elements(gradients), state, buckets
 
 
-def row(training: Training, ranks: int, strategy: str) -> Footprint:
+def row(training: footprints.Training, ranks: int, strategy: str) -> footprints.Footprint:
     return next(entry for entry in training.footprints(ranks) if entry.strategy == strategy)
 
 
@@ -151,8 +137,8 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
 @pytest.mark.parametrize("text", CASES)
 def test_ranks_hold_the_estimated_bytes(pools: Pools, text: str) -> None:
     kind, how = CASES[text]
-    training = Training(Net(), parse_optimizer(text))
-    ours = row(training, 2, SHARDED)
+    training = footprints.Training(Net(), footprints.parse_optimizer(text))
+    ours = row(training, 2, footprints.SHARDED)
     states = [training.state_bytes(parts) for parts in training.sharded_parts(2)[0]]
     estimated = pools.run(2, bytes_with_paceline, kind, how)
     gradients = training.gradient_bytes
@@ -160,7 +146,7 @@ def test_ranks_hold_the_estimated_bytes(pools: Pools, text: str) -> None:
         (ours.weights, gradients, state, gradients) for state in states
     ]  # gradients are views of the buckets
     assert ours.state == max(states)
-    plain = row(training, 2, DDP)
+    plain = row(training, 2, footprints.DDP)
     expected = (plain.weights, plain.gradients, plain.state, plain.gradients)
     assert pools.run(2, bytes_with_paceline, kind, None) == [expected] * 2
 
@@ -188,7 +174,7 @@ def bytes_with_fsdp2(world: World) -> Any:
 
 
 def test_first_fsdp2_rank_holds_the_estimated_bytes(pools: Pools) -> None:
-    footprint = row(Training(fsdp2_module(), parse_optimizer("adamw")), 2, FSDP2)
+    footprint = row(footprints.Training(fsdp2_module(), footprints.parse_optimizer("adamw")), 2, footprints.FSDP2)
     estimated = pools.run(2, bytes_with_fsdp2)
     assert estimated[0] == (footprint.weights, footprint.gradients, footprint.state)
     assert all(second <= first for first, second in zip(*estimated, strict=True))
@@ -229,15 +215,21 @@ def test_parameters_are_gathered_at_most_four_segments_at_a_time(pools: Pools) -
 
 def test_strategy_buffers_are_small_unless_they_copy_everything() -> None:
     module = nn.Sequential(*[nn.Linear(2048, 2048, device="meta") for _ in range(16)])  # 256 MiB
-    training = Training(module, parse_optimizer("adamw"))
-    ours, sharded, torchs, fsdp2 = (row(training, 4, name) for name in (DDP, SHARDED, TORCH_DDP, FSDP2))
+    training = footprints.Training(module, footprints.parse_optimizer("adamw"))
+    ours, sharded, torchs, fsdp2 = (
+        row(training, 4, name) for name in (footprints.DDP, footprints.SHARDED, footprints.TORCH_DDP, footprints.FSDP2)
+    )
     assert torchs.communication == training.gradient_bytes
     assert ours.communication < 40 * 2**20
     assert sharded.communication == 5 * ours.communication  # parameters and gradients are split in the same way
     assert fsdp2.communication == 2 * 2 * (2048 * 2048 + 2048) * 4  # weights and gradients of two layers
-    unequal = Training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)), parse_optimizer("adamw"))
-    assert row(unequal, 4, FSDP2).communication == 2 * (144 + 136) * 4  # the two largest layers
-    assert all(row(training, 1, name).communication == 0 for name in (DDP, SHARDED, FSDP2))
+    unequal = footprints.Training(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)), footprints.parse_optimizer("adamw")
+    )
+    assert row(unequal, 4, footprints.FSDP2).communication == 2 * (144 + 136) * 4  # the two largest layers
+    assert all(
+        row(training, 1, name).communication == 0 for name in (footprints.DDP, footprints.SHARDED, footprints.FSDP2)
+    )
     peaks = [entry.peak("cpu", 4, Activations()) for entry in (torchs, ours, sharded, fsdp2)]
     assert peaks == sorted(peaks, reverse=True)
 
@@ -461,7 +453,7 @@ def estimate(models: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> Any:
 def test_models_come_from_classes_functions_and_instances(estimate: Any, model: str, parameters: int) -> None:
     estimated = estimate(model, "--nproc", "3", "--optimizer", "sgd")
     assert estimated["parameters"] == parameters
-    plain = next(entry for entry in estimated["ranks"] if entry["strategy"] == DDP)
+    plain = next(entry for entry in estimated["ranks"] if entry["strategy"] == footprints.DDP)
     assert (plain["nproc"], plain["state"], plain["activations"]) == (3, 0, None)
     assert (plain["weights"], plain["gradients"]) == (4 * parameters, 4 * parameters)
 
@@ -476,7 +468,7 @@ def test_totals_are_sums_and_dtypes_follow_the_options(estimate: Any) -> None:
         assert entry["activations"] == 2 * 8 * (16 + 32 + 4)  # inputs of both layers, and the output
     plain, sharded, fsdp2 = (
         next(entry for entry in estimated["ranks"] if (entry["nproc"], entry["strategy"]) == (4, name))
-        for name in (DDP, SHARDED, FSDP2)
+        for name in (footprints.DDP, footprints.SHARDED, footprints.FSDP2)
     )
     assert (plain["weights"], plain["state"]) == (2 * 676, 2 * 2 * 676 + 4 * 4)
     assert sharded["weights"] == 2 * 676

@@ -10,22 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from insides import (
-    COLUMNS,
-    DEFAULT_MODEL,
-    Pair,
-    TokenizedPairs,
-    f1_score,
-    majority_baseline,
-    read_folder,
-    read_pairs,
-    remark,
-)
+from insides import DEFAULT_MODEL, datasets, remark
 from paceline.errors import UsageError
 from processes import paceline
 from real_data import real_data
 
-HEADER = "\t".join(COLUMNS)
+HEADER = "\t".join(datasets.COLUMNS)
 
 
 def row(number: int, label: int = 1) -> str:
@@ -36,20 +26,20 @@ def write(file: Path, *lines: str, header: str = HEADER, end: str = "\n") -> Non
     file.write_bytes(end.join([header, *lines, ""]).encode())
 
 
-def ids(pairs: list[Pair]) -> list[int]:
+def ids(pairs: list[datasets.Pair]) -> list[int]:
     return [int(pair.ids[0]) for pair in pairs]
 
 
 def test_byte_order_mark_and_carriage_returns_are_dropped(tmp_path: Path) -> None:
     write(tmp_path / "train.tsv", row(1), row(2, 0), header="\ufeff" + HEADER, end="\r\n")
-    pairs = [Pair((str(at), f"100{at}"), f"One {at} .", f"Another {at} .", 2 - at) for at in (1, 2)]
-    assert read_pairs(tmp_path / "train.tsv") == pairs
+    pairs = [datasets.Pair((str(at), f"100{at}"), f"One {at} .", f"Another {at} .", 2 - at) for at in (1, 2)]
+    assert datasets.read_pairs(tmp_path / "train.tsv") == pairs
 
 
 def test_quotation_marks_and_unusual_line_separators_are_text(tmp_path: Path) -> None:
     # A CSV reader merged everything between two quotation marks into one cell, and lost rows.
     write(tmp_path / "a.tsv", '1\t1\t2\t" He said\x0b no\tShe "" said\u2028 yes \x85 .', row(3))
-    first, second = read_pairs(tmp_path / "a.tsv")
+    first, second = datasets.read_pairs(tmp_path / "a.tsv")
     assert (first.first, first.second) == ('" He said\x0b no', 'She "" said\u2028 yes \x85 .')
     assert second.ids == ("3", "1003")
 
@@ -69,7 +59,7 @@ def test_malformed_row_is_reported_with_file_and_line(tmp_path: Path, line: byte
     file = tmp_path / "train.tsv"
     file.write_bytes(b"\n".join([HEADER.encode(), row(1).encode(), line, row(2).encode(), b""]))
     with pytest.raises(UsageError) as refused:
-        read_pairs(file)
+        datasets.read_pairs(file)
     assert f"{file}, line 3: not Quality, #1 ID, #2 ID" in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -78,7 +68,7 @@ def test_file_without_a_header_is_refused(tmp_path: Path) -> None:
     # One such file is GLUE's test.tsv, which also lacks labels.
     write(tmp_path / "train.tsv", row(2), header=row(1))
     with pytest.raises(UsageError, match="line 1: not Quality, #1 ID"):
-        read_pairs(tmp_path / "train.tsv")
+        datasets.read_pairs(tmp_path / "train.tsv")
 
 
 def fill(folder: Path, files: dict[str, list[int]]) -> None:
@@ -89,7 +79,7 @@ def fill(folder: Path, files: dict[str, list[int]]) -> None:
 @pytest.mark.parametrize(("numbers", "trained"), [([1, 2, 3], [1, 2, 3]), ([1, 4, 3], [1, 3])])
 def test_training_and_held_out_pairs_are_disjoint(tmp_path: Path, numbers: list[int], trained: list[int]) -> None:
     fill(tmp_path, {"train.tsv": numbers, "dev.tsv": [4]})
-    splits = read_folder(tmp_path)
+    splits = datasets.read_folder(tmp_path)
     assert (ids(splits.train), ids(splits.dev)) == (trained, [4])
 
 
@@ -106,17 +96,17 @@ LACKING = [
 def test_folder_with_a_missing_part_is_refused(tmp_path: Path, files: dict[str, list[int]], message: str) -> None:
     fill(tmp_path, files)
     with pytest.raises(UsageError) as refused:
-        read_folder(tmp_path)
+        datasets.read_folder(tmp_path)
     assert str(tmp_path) in str(refused.value)
     assert message in str(refused.value)
 
 
 def test_real_files_are_the_glue_corpus() -> None:
-    train, dev = read_folder(real_data("mrpc"))
+    train, dev = datasets.read_folder(real_data("mrpc"))
     assert (len(train), sum(pair.label for pair in train)) == (3668, 2474)
     assert (len(dev), sum(pair.label for pair in dev)) == (408, 279)
     assert train[0].first.startswith('Amrozi accused his brother , whom he called " the witness " ,')
-    baseline = majority_baseline(train, dev)
+    baseline = datasets.majority_baseline(train, dev)
     assert baseline["majority_accuracy"] == pytest.approx(0.684, abs=5e-4)
     assert baseline["majority_f1"] == pytest.approx(0.812, abs=5e-4)
 
@@ -128,7 +118,7 @@ def test_changed_token_or_label_changes_the_fingerprint() -> None:
         [{"input_ids": [5, 6], "label": 0}, {"input_ids": [7], "label": 0}],
         rows[::-1],
     ]
-    assert len({TokenizedPairs(variant).fingerprint for variant in [rows, *others]}) == 4
+    assert len({datasets.TokenizedPairs(variant).fingerprint for variant in [rows, *others]}) == 4
 
 
 def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
@@ -140,11 +130,11 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
     ]
     for labels, answers, precision, recall in cases:
         truth, said = torch.tensor(labels), torch.tensor(answers)
-        f1 = f1_score(*(float(part.double().mean()) for part in (truth & said, said, truth)))
+        f1 = datasets.f1_score(*(float(part.double().mean()) for part in (truth & said, said, truth)))
         assert f1 == pytest.approx(2 / (1 / precision + 1 / recall), rel=1e-12)
-    assert f1_score(0, 0, 0) == 0, "all pairs rejected"
-    pairs = [Pair(("", ""), "a", "b", label) for label in (0, 0, 1)]
-    assert majority_baseline(pairs, pairs) == {"majority_accuracy": pytest.approx(2 / 3), "majority_f1": 0.0}
+    assert datasets.f1_score(0, 0, 0) == 0, "all pairs rejected"
+    pairs = [datasets.Pair(("", ""), "a", "b", label) for label in (0, 0, 1)]
+    assert datasets.majority_baseline(pairs, pairs) == {"majority_accuracy": pytest.approx(2 / 3), "majority_f1": 0.0}
 
 
 def test_note_for_a_model_that_does_not_beat_the_majority_class() -> None:
