@@ -84,3 +84,15 @@ def test_type_checkers_and_the_interpreter_find_a_name_in_the_same_module() -> N
     others = {name: getattr(paceline, name) for name in set(paceline.__all__) - set(homes)}
     own = ("paceline", "paceline.errors")
     assert [name for name, value in others.items() if not inspect.ismodule(value) and value.__module__ not in own] == []
+
+
+def test_tests_import_internals_through_insides_alone() -> None:
+    others = ("comm", "comm.algorithms", "errors", "integrations.ray", "profiler")
+    public = {f"paceline.{name}" for name in (*PACKAGES, *others)}
+    imported = [
+        f"{path.name}: {node.module}"
+        for path in Path(__file__).parents[2].rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("paceline.") and node.module not in public
+    ]
+    assert imported == []
