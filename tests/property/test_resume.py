@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from drawn import draws
-from insides import rng_state, weights_sha256, wrapper
+from insides import failpoints, rng_state, weights_sha256
 from paceline import World, set_seed
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
@@ -368,13 +366,7 @@ def run_to_the_end(folder: Path, arguments: list[str]) -> dict[str, Any]:
 
 def stop_rank_at(rank: int, step: int) -> None:
     """Make `rank` of the command stop with SIGSTOP in its `step`-th forward; runs in the command's process."""
-    forwards = count(1)
-
-    def strike(moment: str) -> None:
-        if os.environ["RANK"] == str(rank) and next(forwards) == step:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    wrapper.strike = strike
+    failpoints.orders.append(f"forward rank={rank} at={step} do=stop")
 
 
 def run_and_kill(folder: Path, arguments: list[str], rank: int, step: int) -> None:
