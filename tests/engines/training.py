@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from insides import weights_sha256
+from paceline.core.digests import weights_sha256
 from paceline.data import DataLoader
 
 EPOCHS = 15
