@@ -88,6 +88,7 @@ class Notes:
         return cls() if file is None else manifest.read_listed(folder, file, cls.parse)
 
     def __bool__(self) -> bool:
+        """Return whether there is anything to write; otherwise the checkpoint has no ``metadata.json``."""
         return bool(self.metadata) or self.protected
 
     def render(self) -> bytes:

@@ -36,7 +36,11 @@ NO_DATA = Origin()
 
 @dataclass
 class Status:
-    """One rank's progress, and its requests."""
+    """One rank's progress, and its requests.
+
+    On CPU ranks, fields are exchanged only if digests differ or are missing. So a field that other ranks must see has to
+    be part of :meth:`.Ledger.position`, or that method has to return None when it is set.
+    """
 
     forwards: int = 0
     """Number of steps with a forward pass that broadcasts buffers (training mode, outside ``no_sync``), since the

@@ -381,7 +381,7 @@ def test_a_step_is_usual_only_if_no_rank_reports_a_parameter(section: int) -> No
 
 
 def test_equal_reports_of_a_usual_step_are_read_unchanged() -> None:
-    given = Status(3, 2, 1, 7, 2.5, WEIGHTED, data=ORIGIN)
+    given = Status(3, 2, weight=2.5, weighting=WEIGHTED, data=ORIGIN)
     for block in statuses(given, given, given):
         assert block.statuses() == [given] * 3
         block.check(block.statuses())
