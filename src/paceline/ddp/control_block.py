@@ -38,8 +38,8 @@ NO_DATA = Origin()
 class Status:
     """One rank's progress, and its requests.
 
-    On CPU ranks, fields are exchanged only if digests differ or are missing. So a field that other ranks must see has to
-    be part of :meth:`.Ledger.position`, or that method has to return None when it is set.
+    On CPU ranks, fields are exchanged only if digests differ or are missing. So a field that other ranks must see is
+    part of :meth:`.Ledger.position`, or that method returns None when the field is set.
     """
 
     forwards: int = 0
