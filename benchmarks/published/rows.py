@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.core.strict_json import LARGEST, read_text
 from paceline.errors import UsageError
 from paceline.planner.hardware import (
-    AWS_FLOW,
+    GBIT,
     HALF,
     MFU,
     PUBLISHED,
@@ -35,6 +35,9 @@ MOST = 1.5
 """Efficiencies above this are mistakes of the source."""
 UNKNOWN_STEP_S = 0.3
 """Median step time of the rows that state one."""
+AWS_FLOW = 5 * GBIT
+"""Bytes per second of one TCP connection between AWS instances outside a cluster placement group ("Amazon EC2 instance
+network bandwidth", read in 2026-11)."""
 HOST = 8
 """Devices of a host, if unknown."""
 OWN_REDUCER = re.compile("no horovod|replicated|parameter.?server|distributed tensorflow|mirrored|paddle")

@@ -10,7 +10,7 @@ import yaml
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="install the extra 'engines' for the schemas")
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="install the extra 'engines' for the schemas")
-pytestmark = pytest.mark.engines  # separate from the extra "test", as all versions of the schemas take 108 MB
+pytestmark = pytest.mark.engines  # not in the extra "test", because the schemas take 108 MB
 
 MANIFESTS = Path(__file__).parents[2] / "examples" / "kubernetes"
 DOCUMENTS = {

@@ -291,7 +291,7 @@ def train_in_a_loop(world: World, folder: str, dropout: float, resume_from: int 
     assert step == EPOCHS * WINDOWS
     return {
         "weights": {name: tensor.numpy().copy() for name, tensor in model.module.state_dict().items()},
-        "bits": (weights_sha256(model), digest(optimizer.state_dict()), digest(paceline.core.rng.rng_state())),
+        "bits": (weights_sha256(model), digest(optimizer.state_dict()), digest(rng_state())),
         "metrics": metrics,
     }
 

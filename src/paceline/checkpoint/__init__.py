@@ -1,7 +1,8 @@
 """Checkpoints: saved completely or not at all, verified, read without pickle, restored on any number of ranks."""
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.core import on_first_use as _on_first_use
 
 if TYPE_CHECKING:
     from paceline.checkpoint.checkpointer import Checkpointer
@@ -14,13 +15,8 @@ _HOMES = {
     "Checkpointer": "paceline.checkpoint.checkpointer",
     "load_weights": "paceline.checkpoint.weights",
 }
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use, because the launcher needs only :mod:`.step_names`."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(_HOMES[name]), name)
+# The launcher needs only :mod:`.step_names`.
+__getattr__ = _on_first_use(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

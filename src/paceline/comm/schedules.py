@@ -186,7 +186,7 @@ _WHOLE = range(1)
 def linear_broadcast(size: int, root: int = 0) -> Schedule:
     """Build the broadcast: the root serves the other ranks one by one, in p−1 steps of n bytes.
 
-    This is the baseline for the other broadcasts, none of which is faster with two ranks. From rank 1 of 4::
+    The baseline for the other broadcasts, which are not faster with two ranks. From rank 1 of 4::
 
         step 1    1 → 2
         step 2    1 → 3

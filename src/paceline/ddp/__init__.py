@@ -1,8 +1,8 @@
 """The wrapper, its reducer, and functions for plain training loops."""
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from paceline.core import on_first_use as _on_first_use
 from paceline.ddp.wrapper import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -15,13 +15,8 @@ _HOMES = {
     "gather_for_metrics": "paceline.ddp.metrics",
     "mean_over_ranks": "paceline.ddp.metrics",
 }
-
-
-def __getattr__(name: str) -> Any:
-    """Import a function on first use, because most programs need only the wrapper."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(_HOMES[name]), name)
+# Most programs need only the wrapper.
+__getattr__ = _on_first_use(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""A rank's report to the others: its status, as a digest in the last bucket or, if it has more to say, a control block.
+"""A rank's report to the others: a digest of its status in the last bucket, or a control block with all of it.
 
 The functions in this module do not communicate; they work on plain values. Decisions 0002 and 0049 give the reasons.
 """

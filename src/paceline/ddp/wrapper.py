@@ -154,7 +154,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     _low_precision: LowPrecision | None
     """Casts the module in each forward; None without ``mixed_precision``."""
     _input_device: torch.device | None
-    """Device that inputs are moved to; None to leave them where they are."""
+    """Device that inputs are moved to; None to leave them on their own device."""
     _has_joined = False
     """Whether the wrapper was ever part of a ``join``."""
     _authoritative_rank = 0
@@ -301,7 +301,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _call_module(self, wrapper: Any, inputs: Any, kwargs: Any) -> Any:
         call = call_module
         if self._replica.ledger.is_on_empty_slice:
-            from paceline.ddp.empty_batch import call_without_rows as call
+            from paceline.ddp.empty_batch import call_without_rows
+
+            call = call_without_rows
         if self._low_precision is None:
             return call(wrapper, self.module, inputs, kwargs)
         inputs, kwargs = self._low_precision.cast_inputs(inputs, kwargs)

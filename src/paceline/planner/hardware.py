@@ -168,9 +168,6 @@ FLOPS_PER_BYTE = 200
 CORE_MEMORY = 1e10
 """Bytes per second that PyTorch's simple operations read and write on one CPU core (measured on 2026-11-27)."""
 GBIT = 1e9 / 8
-AWS_FLOW = 5 * GBIT
-"""Bytes per second of one TCP connection between AWS instances outside a cluster placement group ("Amazon EC2 instance
-network bandwidth", read in 2026-11)."""
 RDMA_S, TCP_S = 4e-6, 50e-6
 """Latency of a message between hosts. With RDMA, and inside hosts (``links.csv``), as in NCCL's cost model for rings
 with protocol LL128 (``src/graph/tuning.cc`` of commit 01afd20); with TCP, assumed."""

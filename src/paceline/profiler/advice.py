@@ -38,7 +38,7 @@ from paceline.profiler.host_load import OTHERS, Load, neighbours
 from paceline.profiler.step_parts import BUBBLE, CHECKPOINT, COMMUNICATION, COMPUTE, DATA, OPTIMIZER, OTHER, WAITING
 
 NAMED = (DATA, OPTIMIZER, CHECKPOINT, OTHER)
-"""Parts other than communication that the verdict can name if there is no advice."""
+"""Parts that the verdict can name without advice, besides communication."""
 MOST = 0.95
 """Largest predicted gain."""
 OWN_CODE = "own code in the loop"

@@ -22,7 +22,7 @@ from paceline.profiler import step_parts
 from paceline.profiler.advice import Advice
 from paceline.profiler.analyze import Report
 from paceline.profiler.facts import Facts, kind_name, ms, percent, sentence
-from paceline.profiler.profiling import RESULTS
+from paceline.profiler.profiling import RESULTS, write_results
 from paceline.profiler.rank_file import FOLDER, make_folder
 from paceline.profiler.steps import MOST
 
@@ -94,8 +94,6 @@ def show_results(folder: Path, code: int = 0) -> None:
     Missing records are an error only if the program's exit `code` is 0, because a failed program has already printed
     its error.
     """
-    from paceline.profiler.profiling import write_results
-
     try:
         report = write_results(folder)
     except UsageError as error:

@@ -73,7 +73,7 @@ def _share_folder() -> None:
     folder = os.environ["PACELINE_BLACK_BOX"]
     if len(folder) < 80:  # the path of a socket has at most 107 bytes
         process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
-        # Without this, shared arrays that are too large for /dev/shm would be in the job's folder, which is also there.
+        # Shared arrays that are too large for /dev/shm need another folder, because the job's folder is in /dev/shm.
         heap.Arena._dir_candidates = [*heap.Arena._dir_candidates, gettempdir()]  # type: ignore[attr-defined]
 
 

@@ -32,7 +32,7 @@ EXACT = 9
 """Decimal places to which times in seconds are rounded, that is, nanoseconds."""
 ALONE = "A single rank never waits."
 WORK = f"a forward of {1000 * buckets.FORWARD:g} ms and a backward of {1000 * buckets.BACKWARD:g}"
-ASSUMPTION = f"Normal work is {WORK}; {buckets.NETWORK}."
+ASSUMPTION = f"Normal work is {WORK}; {buckets.BUCKETS}."
 READING = (
     "Each row is a rank. 1: forward, 2: backward, 3: optimizer. Red: a bubble, waiting for the last rank. "
     f"Gray: waiting for the network. {ASSUMPTION}"

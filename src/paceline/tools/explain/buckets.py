@@ -27,11 +27,11 @@ LATENCY, BANDWIDTH = 50e-6, 1.25e9
 """Seconds of latency per message, and bytes per second between two ranks: 10 Gbit/s."""
 LINK = Model(LATENCY, 1 / BANDWIDTH)
 LINKS = f"links of {8 * BANDWIDTH / 1e9:g} Gbit/s and {1e6 * LATENCY:g} µs per message"
-NETWORK = f"buckets of {', '.join(str(size // MIB) for size in SIZES)} MiB, a ring over {LINKS}"
+BUCKETS = f"buckets of {', '.join(str(size // MIB) for size in SIZES)} MiB, a ring over {LINKS}"
 ABOUT = (
     "Gradients are averaged in buckets. Backward fills one after another, and an all-reduce sums each over all ranks."
 )
-ASSUMPTION = f"An example: a backward of {1000 * BACKWARD:g} ms, {NETWORK}. Communication does not slow down backward."
+ASSUMPTION = f"An example: a backward of {1000 * BACKWARD:g} ms, {BUCKETS}. Communication does not slow down backward."
 HINT = "the all-reduce rows: all-reduces overlap with backward as buckets fill, so ranks wait only for the remainder."
 
 

@@ -19,8 +19,7 @@ from paceline.comm.schedules import build
 from paceline.core.messages import counted
 from paceline.core.tables import new_table
 from paceline.ddp.buckets import Overlap, overlap
-from paceline.tools.explain.buckets import BACKWARD, FORWARD, LINK, OPTIMIZER, SHARES, SIZES
-from paceline.tools.explain.buckets import NETWORK as LINKS
+from paceline.tools.explain.buckets import BACKWARD, BUCKETS, FORWARD, LINK, OPTIMIZER, SHARES, SIZES
 from paceline.tools.explain.drawing import BUBBLE, COMMUNICATION, NETWORK, WAITING, Bar, Chart, Panel
 from paceline.tools.explain.scene import Scene, figure, ms
 
@@ -44,7 +43,7 @@ HINT = (
     "mixture of experts, and at C for a softmax whose classes are divided over the ranks."
 )
 ASSUMPTION = (
-    f"An example: forward {1000 * FORWARD:g} ms, backward {1000 * BACKWARD:g}, {LINKS}, one SyncBatchNorm of "
+    f"An example: forward {1000 * FORWARD:g} ms, backward {1000 * BACKWARD:g}, {BUCKETS}, one SyncBatchNorm of "
     f"{CHANNELS} channels. Ranks get their batches one after another."
 )
 
