@@ -22,6 +22,7 @@ from paceline.tools.compare.modes import MODES, choose_ways
 from paceline.tools.explain.explain_command import EXAMPLES, explain
 from paceline.tools.memory_estimate import estimate_command
 from paceline.tools.plan import plan_command
+from paceline.tools.program import validate_script
 from paceline.tools.recipes.commands import RECIPES, AroundRecipe, Recipes, command_line, parse_recipe, untyped_flags
 
 
@@ -121,7 +122,6 @@ def compare(
     from paceline.launch.job import resolve_nproc
     from paceline.tools.compare.compare_command import Comparison
     from paceline.tools.compare.compare_command import compare as run_comparison
-    from paceline.tools.program import validate_script
 
     resolved = [resolve_nproc(number) for number in nproc.split(",")]
     if notes := [note for _, note in resolved if note]:
@@ -163,7 +163,6 @@ def profile(
     load_torch()
     from paceline.launch.job import resolve_nproc
     from paceline.tools import profile_command
-    from paceline.tools.program import validate_script
 
     if target is None:
         raise UsageError("no program given; name a recipe or a script to profile (see paceline profile --help)")
