@@ -18,9 +18,10 @@ SLOTS = 256
 """Number of slots per rank, which operations use in turn. At most one fewer operation may be in progress."""
 _SAME = struct.Struct("@7q")
 _SHOWN = struct.Struct("@2q")
-_SLOTS_AT = 64  # byte of the first slot
+SLOTS_AT = 64
+"""Byte of the first slot; the reports of :mod:`.board` lie before it."""
 _SLOT_BYTES = 128  # both structs, rounded up to whole cache lines
-END_OF_SLOTS = _SLOTS_AT + SLOTS * _SLOT_BYTES
+END_OF_SLOTS = SLOTS_AT + SLOTS * _SLOT_BYTES
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -92,14 +93,14 @@ class Shown(NamedTuple):
 def write(segment: Segment, number: int, header: Header, shown: Shown) -> None:
     """Write `header` and `shown` into the slot of operation `number`."""
     kind, dtype, *numbers = header
-    at = _SLOTS_AT + number % SLOTS * _SLOT_BYTES
+    at = SLOTS_AT + number % SLOTS * _SLOT_BYTES
     _SAME.pack_into(segment.memory, at, number, kind, _CODES[dtype], *numbers)
     _SHOWN.pack_into(segment.memory, at + _SAME.size, *shown)
 
 
 def read_shown(segments: Sequence[Segment], number: int) -> list[Shown] | None:
     """Return each rank's operand of operation `number`; None if the headers differ."""
-    at = _SLOTS_AT + number % SLOTS * _SLOT_BYTES
+    at = SLOTS_AT + number % SLOTS * _SLOT_BYTES
     end = at + _SAME.size
     # Compare bytes, because decoding would take several times as long.
     first = segments[0].memory[at:end]
@@ -113,7 +114,7 @@ def read_shown(segments: Sequence[Segment], number: int) -> list[Shown] | None:
 
 def read_header(segment: Segment, number: int) -> Header:
     """Return the header of operation `number`, which the rank with this memory has posted."""
-    _, kind, dtype, *numbers = _SAME.unpack_from(segment.memory, _SLOTS_AT + number % SLOTS * _SLOT_BYTES)
+    _, kind, dtype, *numbers = _SAME.unpack_from(segment.memory, SLOTS_AT + number % SLOTS * _SLOT_BYTES)
     return Header._make((Kind(kind), DTYPES[dtype], *numbers))
 
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +31,7 @@ from torch.distributed import (
 )
 
 from paceline.comm.arithmetic import REDUCTIONS, supports
+from paceline.comm.board import Board
 from paceline.comm.forking import keep_in_children
 from paceline.comm.gloo import connect_gloo
 from paceline.comm.open_native import agree_to_share, open_engine
@@ -196,6 +197,11 @@ class PacelineProcessGroup(dist.ProcessGroup):
     def progress(self) -> None:
         """Advance launched operations as far as possible without waiting."""
         self._native.engine.progress()
+
+    @cached_property
+    def board(self) -> Board:
+        """The ranks' reports of each step."""
+        return Board(self._native.engine)
 
     def launch_own_sum(self, tensor: Tensor) -> Operation:
         """Begin the in-place sum of a flat `tensor` in any memory, which each rank computes for itself.

@@ -52,6 +52,8 @@ _UNANNOUNCED = 16
 """Maximum number of done operations before the peers are notified."""
 _NAP_S = 1.0
 """Longest single sleep. If this process is stopped, no more than this counts toward the timeout."""
+_LEAST_NAP_S = 0.002
+"""Time that a shorter nap may take."""
 _REMEDY = "see the error of that rank, then restart from the last checkpoint"
 
 Waits = dict[str, Sequence[Any]]
@@ -60,7 +62,8 @@ _numbers = count()
 _HEAD = struct.Struct("@II")  # checksum and length of a record of waits, which lies behind the slots
 _RECORD_AT = END_OF_SLOTS + _HEAD.size
 ELSEWHERE, NEVER = -1, 2**62
-"""Operations in records: the rank waits in another group, or has found a deadlock and will not post any more."""
+"""Operations in records: the rank waits in another group, or has found a deadlock and will not post any more. A number
+below ``ELSEWHERE`` stands for a report."""
 
 
 class Operation:
@@ -84,6 +87,9 @@ class Operation:
         """Whether every rank has done its part, so that none reads this rank's memory for it any longer."""
         self.error: Exception | None = None
         """Error of the operation if the headers differ. It is the same on every rank, and set before `computed`."""
+
+    def __str__(self) -> str:
+        return f"{self.header}, operation {self.number} of this group"
 
     def wait(self) -> None:
         """Wait until the result is complete on this rank; raise the errors of :meth:`Engine.wait`."""
@@ -150,11 +156,17 @@ class Engine:
         """Held while changing anything above."""
         self._poster: int | None = None
         """Thread that has posted the latest operation."""
+        self.reports = 0
+        """Number of reports that this rank has posted; see :mod:`.board`."""
         self.is_idle: Callable[[], bool] = lambda: True
         """Returns whether the group has no thread that is about to post an operation."""
+        self._checks_at = 0.0
+        """Seconds of the present wait after which it looks for a deadlock again."""
         self._wait: Waits = {}
         """The present wait, once this rank has slept through a nap; see :meth:`_check_deadlock`."""
-        self._most_spins = _MOST_SPINS if len(self.names) <= len(os.sched_getaffinity(0)) else 1
+        self.has_own_core = len(self.names) <= len(os.sched_getaffinity(0))
+        """Whether the host has a core for each rank."""
+        self._most_spins = _MOST_SPINS if self.has_own_core else 1
         """Maximum number of polls before a wait sleeps; 1 if ranks share cores, so that a peer gets this core."""
         self._spins = self._most_spins
         """Number of polls before the next wait sleeps; doubled if the last wait did not sleep, halved otherwise."""
@@ -174,7 +186,7 @@ class Engine:
             is_own: whether no other rank writes to this rank's result.
         """
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             while len(self._under_way) >= SLOTS - 1:
                 self._wait_until(self._under_way[0], is_finished)
             operation = Operation(self, self._posted, header, compute, is_own=is_own)
@@ -247,9 +259,31 @@ class Engine:
             self._wait = {}
             with waiting():
                 while not is_over(operation):
-                    self._check_usable()
-                    remaining = self._block(operation, is_over, remaining)
+                    self.check_usable()
+                    reached = self._reached(is_over)
+                    missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
+                    remaining = self._block(str(operation), operation.number, missing, remaining, _NAP_S)
                     self._advance()
+
+    def _reached(self, is_over: Callable[[Operation], bool]) -> dict[int, int]:
+        self.signals.ring()  # announce everything that peers may be waiting for
+        counts = self.signals.progress.items()
+        return {rank: peer.posted if is_over is is_computed else peer.done for rank, peer in counts}
+
+    def await_reports(self, find_missing: Callable[[], list[Peer]], nap: float) -> None:
+        """Sleep, at first `nap` seconds at a time, until no peer is missing, which is not announced by a ring.
+
+        Raises the errors of :meth:`wait`.
+        """
+        remaining, report = self.timeout.total_seconds(), f"the report of a step, report {self.reports} of this group"
+        with self._lock, _BreaksOnError(self), waiting():
+            self._wait = {}
+            while missing := find_missing():
+                self.check_usable()
+                self.signals.ring()
+                longer = min((self.timeout.total_seconds() - remaining) / 50, _NAP_S)
+                remaining = self._block(report, ELSEWHERE - self.reports, missing, remaining, max(nap, longer))
+                self._advance()
 
     def _spin(self, operation: Operation, is_over: Callable[[Operation], bool]) -> bool:
         """Poll for rings without sleeping; return whether `operation` is over."""
@@ -306,36 +340,40 @@ class Engine:
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _block(self, operation: Operation, is_over: Callable[[Operation], bool], remaining: float) -> float:
-        """Sleep for at most a second until a peer rings or ends; return the `remaining` seconds of the timeout."""
-        self.signals.ring()  # announce everything that peers may be waiting for
-        counts = self.signals.progress
-        reached = {rank: peer.posted if is_over is is_computed else peer.done for rank, peer in counts.items()}
-        missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
-        if self._wait:  # first, because a deadlock may be why a rank has ended
-            self._check_deadlock(operation, missing)
+    def _block(self, awaited: str, place: int, missing: Sequence[Peer], remaining: float, nap: float) -> float:
+        """Sleep for at most `nap` seconds until a peer rings or ends; return the `remaining` seconds of the timeout.
+
+        `awaited` describes what the `missing` peers have not done, and `place` stands for it in records of waits.
+        """
+        has_ended = any(peer.rank in self.signals.ended for peer in missing)
+        waited = self.timeout.total_seconds() - remaining
+        if self._wait and (has_ended or waited >= self._checks_at):  # a deadlock may be why a rank has ended
+            self._checks_at = waited + _NAP_S
+            self._check_deadlock(place, missing)
         for peer in missing:
             if peer.rank in self.signals.ended:
-                self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
-        nap, began = min(remaining, _NAP_S), time.monotonic()
+                self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", awaited, [peer])
+        nap, began = min(remaining, nap), time.monotonic()
         # A peer may be waiting for this rank in another group while this rank waits for it here.
         others = [engine for engine in _engines() if engine is not self and engine._under_way]
         woken = self.signals.sleep(nap, [engine.signals for engine in others])
-        remaining -= min(time.monotonic() - began, nap)
+        remaining -= min(time.monotonic() - began, max(nap, _LEAST_NAP_S))
         self.signals.listen()
         for engine in others:
             with suppress(Exception):  # that engine's own wait raises the error
                 engine.progress()
-        if not woken and not self._wait:
-            self._wait = new_wait(self._name, f"{operation.header} of {named_ranks(self.names)}")
+        if not woken and not self._wait and waited + nap >= _NAP_S:
+            self._wait = new_wait(self._name, f"{awaited.partition(', ')[0]} of {named_ranks(self.names)}")
+            self._checks_at = 0.0
         if not woken and remaining <= 0:
-            idle = [peer for peer in missing if counts[peer.rank].posted <= operation.number] or missing
+            counts = self.signals.progress
+            idle = [peer for peer in missing if counts[peer.rank].posted <= place] or missing
             begun = [f"has begun {counts[peer.rank].posted} operations of this group" for peer in idle]
             who = [f"rank {peer.name} (pid {peer.pid}, which {text})" for peer, text in zip(idle, begun, strict=True)]
-            self._fail(f"{', '.join(who)} did not take part within {self.timeout.total_seconds():g} s", operation, idle)
+            self._fail(f"{', '.join(who)} did not take part within {self.timeout.total_seconds():g} s", awaited, idle)
         return remaining
 
-    def _check_deadlock(self, operation: Operation, missing: Sequence[Peer]) -> None:
+    def _check_deadlock(self, place: int, missing: Sequence[Peer]) -> None:
         """Record the present wait for other ranks; raise if it waits for itself, or for a rank that raises this.
 
         A rank that has slept for a while in a wait records in its memory of every group which operation it waits for,
@@ -359,11 +397,12 @@ class Engine:
         waits: Waits = {}
         for engine in engines:
             for at, peers_waits in (read_waits(peer.memory) for peer in engine.peers):
-                waits |= peers_waits if at >= engine._posted else {}
+                is_for_us = at >= engine._posted or ELSEWHERE - at > engine.reports
+                waits |= peers_waits if is_for_us else {}
         is_deadlock = self._wait.keys() <= waits.keys() or any(read_waits(peer.memory)[0] == NEVER for peer in missing)
         waits |= self._wait
         for engine in engines:
-            at = NEVER if is_deadlock else operation.number if engine is self else ELSEWHERE
+            at = NEVER if is_deadlock else place if engine is self else ELSEWHERE
             record_waits(engine.arena, at, waits)
             if is_deadlock:
                 engine._broken = engine._broken or f"{event} ({describe_waits(waits)})"
@@ -373,12 +412,13 @@ class Engine:
 
     # -- failure and the end ------------------------------------------------------------------------------------
 
-    def _fail(self, event: str, operation: Operation, blamed: Sequence[Peer] = ()) -> NoReturn:
-        self._broken = f"{event} in {operation.header}, operation {operation.number} of this group"
+    def _fail(self, event: str, awaited: str, blamed: Sequence[Peer] = ()) -> NoReturn:
+        self._broken = f"{event} in {awaited}"
         self._blamed = [peer.name for peer in blamed]
         raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}").because_of(self._blamed)
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise an error if the group cannot be used any longer."""
         if self._broken:
             raise CommunicationError(
                 f"rank {self._name}: this process group cannot be used any longer, because {self._broken}; {_REMEDY}"

@@ -187,12 +187,6 @@ def report(size: int) -> Origin:
     return split[taken.synchronizations % len(split)].origin() if split else Origin()
 
 
-def note_synchronization() -> None:
-    """Count a synchronized backward pass."""
-    taken.sources.clear()
-    taken.synchronizations += 1
-
-
 def steps() -> int:
     """Return the number of optimizer steps and synchronized backward passes in this process since the first call."""
     _count_optimizer_steps()

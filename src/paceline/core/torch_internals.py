@@ -12,9 +12,10 @@ import gc
 import logging
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FrameType, FunctionType
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -152,15 +153,18 @@ def without_memory() -> Iterator[None]:
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-class WithoutGradients:
-    """A faster ``torch.no_grad()`` for code that runs in every step. An object must not be shared between threads."""
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)
+# The functions in this block have no Python code of their own, because every step calls them.
+_engine = torch.autograd.Variable._execution_engine
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Turns gradients on or off until the next call; a faster ``torch.set_grad_enabled``."""
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the running graph task, which is larger for every later task; -1 outside of a task."""
+is_plain_backward: Callable[[], bool] = _engine.is_checkpoint_valid
+"""Returns whether the running graph task is a ``backward()`` without ``inputs``."""
+queue_callback: Callable[[Callable[[], Any]], None] = _engine.queue_callback
+"""Queues a function for the end of the running graph task, after earlier ones; its result is dropped."""
+exhaust: Callable[[Iterable[object]], object] = partial(deque, maxlen=0)
+"""Runs an iterator such as ``map(setattr, …)`` to its end, without Python code for each item."""
 
 
 class GraphTask:
@@ -175,19 +179,9 @@ class GraphTask:
         """Number of its graph task."""
 
 
-def current_task() -> int:
-    """Number of the running graph task, which is larger for every later task; -1 outside of a task."""
-    return int(torch._C._current_graph_task_id())
-
-
 def is_in_backward() -> bool:
     """Whether a graph task is running in this thread."""
     return current_task() != -1
-
-
-def is_plain_backward() -> bool:
-    """Whether the running graph task is a ``backward()`` without ``inputs``."""
-    return bool(torch.autograd._is_checkpoint_valid())
 
 
 def has_ended(number: int) -> bool:
@@ -227,11 +221,6 @@ def _innermost(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
         frame = frame.f_back
     return frame
-
-
-def queue_callback(callback: Callable[[], object]) -> None:
-    """Queue `callback` for the end of the running graph task, after earlier callbacks; its result is dropped."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 
 def comes_last(handle: RemovableHandle, kind: type) -> bool:
@@ -364,9 +353,12 @@ def original_of(module: nn.Module) -> nn.Module | None:
     return original
 
 
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+
+
 def check_eager_backward(rank: int) -> None:
     """Raise under compiled autograd, which calls hooks late and never calls end-of-backward callbacks."""
-    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    autograd = sys.modules.get(COMPILED_AUTOGRAD)
     if autograd is not None and autograd.in_compiled_autograd_region:
         raise UsageError(
             f"rank {rank}: backward runs under torch's compiled autograd, which would leave gradients "
@@ -375,36 +367,52 @@ def check_eager_backward(rank: int) -> None:
 
 
 @compiled_below
-def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_module(wrapper: TorchDDP | None, module: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call `module`. If it is compiled, split it into graphs at the bucket boundaries of `wrapper`, if given.
 
     torch's DDPOptimizer does this for the wrapper that is active during compilation. It uses the same rule as our
     buckets: starting from the last operation, a graph ends when its parameters fill a bucket.
     """
-    previous = TorchDDP._active_ddp_module
-    TorchDDP._active_ddp_module = wrapper
+    previous, _compiling.wrapper = _compiling.wrapper, wrapper
     try:
         kind: Any = type(module)
-        return _caller(kind)(module, *inputs, **kwargs)
+        call = _caller(kind)
+        return module(*inputs, **kwargs) if call is None else call(module, *inputs, **kwargs)
     finally:
-        TorchDDP._active_ddp_module = previous
+        _compiling.wrapper = previous
+
+
+class _Compiling:
+    """Stands in for torch's own record of the active wrapper.
+
+    torch keeps it in an attribute of its class. Setting that in each forward pass would drop the interpreter's cached
+    lookups of the attributes of all wrappers.
+    """
+
+    wrapper: TorchDDP | None = None
+
+    def __init__(self) -> None:
+        self._torchs: Callable[[], Any] = TorchDDP._get_active_ddp_module
+
+    def get(self) -> Any:
+        """Return the wrapper whose forward pass is running: ours, or torch's own."""
+        return self._torchs() if self.wrapper is None else self.wrapper
+
+
+_compiling = _Compiling()
+TorchDDP._get_active_ddp_module = staticmethod(_compiling.get)  # type: ignore[method-assign]
 
 
 @cache
 @never_compiled  # runs on the first call for each class, in the middle of what should become one graph
-def _caller(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return a function that calls a module of the class `kind`."""
+def _caller(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """Return a function that calls a module of the class `kind`; None if it can be called directly."""
     if not getattr(kind.forward, "__module__", "").startswith("torch."):
-        return _call
+        return None
     # torch.compile does not begin a graph in torch's own files, such as that of nn.Sequential, so it needs a function
     # elsewhere. Each class has its own function, because torch.compile stores the shapes of inputs by function name.
     code = _call_from_graph.__code__.replace(co_name=f"call_{kind.__name__}")
     return FunctionType(code, _call_from_graph.__globals__)
-
-
-@compiled_below
-def _call(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-    return module(*inputs, **kwargs)
 
 
 def _call_from_graph(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
@@ -414,9 +422,8 @@ def _call_from_graph(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
 # -- the profiler ------------------------------------------------------------------------------------------------------
 
 
-def is_profiling() -> bool:
-    """Return whether a ``torch.profiler.profile`` or ``torch.autograd.profiler.profile`` block is open."""
-    return profiler._is_profiler_enabled
+is_profiling: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
+"""Returns whether a ``torch.profiler.profile`` or ``torch.autograd.profiler.profile`` block is open."""
 
 
 @contextmanager

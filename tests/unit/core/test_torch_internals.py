@@ -111,8 +111,9 @@ def _() -> None:
 def _() -> None:
     for before in (True, False):
         with torch.set_grad_enabled(before):
-            with torch_internals.WithoutGradients():
-                assert not torch.is_grad_enabled()
+            torch_internals.set_grad_enabled(False)
+            assert not torch.is_grad_enabled()
+            torch_internals.set_grad_enabled(before)
             assert torch.is_grad_enabled() is before
 
 
@@ -124,7 +125,7 @@ def _() -> None:
     assert in_hook(backward, lambda _: torch._C._will_engine_execute_node(elsewhere)) == [False]
 
 
-@contract("torch.autograd._is_checkpoint_valid")
+@contract("torch.autograd.Variable._execution_engine.is_checkpoint_valid")
 def _() -> None:
     assert in_hook(backward, lambda _: torch_internals.is_plain_backward()) == [True]
     limited = lambda parameter: torch.autograd.backward(parameter.sum(), inputs=[parameter])  # noqa: E731
@@ -345,7 +346,7 @@ def _() -> None:
     assert importlib.import_module("torch._dynamo.compiled_autograd").in_compiled_autograd_region is False
 
 
-@contract("torch.nn.parallel.DistributedDataParallel._active_ddp_module")
+@contract("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
 def _() -> None:
     active: list[object] = []
 
@@ -357,6 +358,8 @@ def _() -> None:
     torch_internals.call_module(wrapper, Looks(), (), {})
     torch_internals.call_module(None, Looks(), (), {})
     assert active == [wrapper, None]
+    convert_frame = importlib.import_module("torch._dynamo.convert_frame")
+    assert "DistributedDataParallel._get_active_ddp_module()" in inspect.getsource(convert_frame)
 
 
 # -- process groups and stores -----------------------------------------------------------------------------------------
