@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-recipes train test test-slow test-long test-engines test-torch check wheel-check chaos bench pictures notebooks \
+.PHONY: help install install-recipes train test test-slow test-lanes test-long test-engines test-torch check wheel-check chaos bench pictures notebooks \
 	docs clean
 
 help:  ## show this help
@@ -54,6 +54,10 @@ test: $(VENV)/.dev  ## run the tests, but for the slow ones; minutes
 
 test-slow: $(VENV)/.dev  ## run the slow tests: whole trainings, jobs that are struck, torch's own suite, browsers
 	$(PYTEST) -m slow $(ARGS)
+
+test-lanes: $(VENV)/.dev  ## run the wrapper's tests twice: with every possible step frozen, and with none
+	PACELINE_TEST_FROZEN=always $(PYTEST) -m 'not engines' tests/unit/ddp tests/peers/test_torch_ddp_suite.py tests/property $(ARGS)
+	PACELINE_TEST_FROZEN=never $(PYTEST) -m 'not engines' tests/unit/ddp tests/peers/test_torch_ddp_suite.py tests/property $(ARGS)
 
 test-long: $(VENV)/.dev  ## run all of them, with ten times as many drawn cases
 	PACELINE_LONG_TESTS=1 $(PYTEST) $(ARGS)

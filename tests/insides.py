@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -30,6 +33,7 @@ _NAMES = {
     "checkpoint.state_codec": "Encoder STORABLE Unencodable decode",
     "checkpoint.step_boundary": "Boundary",
     "checkpoint.step_names": "step_name",
+    "comm.board": "Board",
     "comm.forking": "keep_in_children",
     "comm.gloo": "connect_gloo",
     "comm.handshake": "Peer",
@@ -72,12 +76,13 @@ _NAMES = {
     "ddp.arrivals": "copy_into grads_are_none",
     "ddp.backward": "tensors_in",
     "ddp.buckets": "Bucket arrival_order assign overlap",
-    "ddp.channel": "ExposedTime MOST_PENDING TEST_HOST_CHANNEL open_channel open_host_group",
+    "ddp.channel": "ExposedTime MOST_PENDING SAMPLED TEST_HOST_CHANNEL open_channel open_host_group",
     "ddp.comm_hook": "GradBucket",
     "ddp.compute_check": "Fault judge",
     "ddp.control_block": "ControlBlock Status StatusDigest tail_width",
-    "ddp.exchange": "LateReading USUAL_STEPS",
+    "ddp.exchange": "QuietSteps USUAL_STEPS",
     "ddp.extensions": "GraphCapture unused_message",
+    "ddp.frozen_step": "FrozenStep TEST_FROZEN",
     "ddp.joined_steps": "Event Message encode event_number decode=joined_steps_decode",
     "ddp.ledger": "Ledger",
     "ddp.options": "capacities",
@@ -230,6 +235,24 @@ def backward_of(model: DistributedDataParallel) -> Any:
     return engine_of(model).backward
 
 
+@contextmanager
+def stand_in_gpu(model: DistributedDataParallel) -> Iterator[None]:
+    """Give the parts of `model` that ask for its device a GPU that has passed every event and captures nothing."""
+    exposed, extensions = engine_of(model).exposed_time, engine_of(model).extensions
+    event = SimpleNamespace(record=lambda: None, query=lambda: True, elapsed_time=lambda _end: 0.0)
+    exposed.device, exposed.of_host, exposed._event = SimpleNamespace(type="cuda"), nullcontext(), lambda: event
+    for extension in extensions.all:
+        if hasattr(extension, "_device"):  # GraphCapture
+            extension._device = exposed.device
+    extensions.is_stale = True
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", _is_not_capturing):
+        yield
+
+
+def _is_not_capturing() -> bool:
+    return False
+
+
 def pieces_in_use(group: Any) -> int:
     """Return the number of pieces of a rank's shared memory that are tensors, not copies exposed by collectives."""
     return len(group._collectives.engine.arena._used) - len(group._collectives._places._used)
@@ -237,7 +260,18 @@ def pieces_in_use(group: Any) -> int:
 
 def under_way(channel: Any) -> int:
     """Return the number of collectives of `channel` that were launched but not yet waited for."""
-    return int(channel._outstanding.count)
+    return int(channel.outstanding.count)
+
+
+def flip_bit(board: Any, bit: int) -> None:
+    """Flip a bit of the word that this rank has posted last, in the memory that all ranks read."""
+    places = import_module("paceline.comm.board")._PLACES
+    board._own[places[board._engine.reports & 1]] ^= 1 << bit
+
+
+def count_reports(board: Any, reports: int) -> None:
+    """Continue as if this rank had posted that many reports."""
+    board._engine.reports = reports
 
 
 def has_hook(parameter: nn.Parameter) -> bool:

@@ -20,7 +20,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from paceline.core.torch_internals import current_task, has_ended
-from paceline.ddp.backward import Backward, Forward, Phase
+from paceline.ddp.backward import Backward, Forward, PendingForwards, Phase
 from paceline.ddp.extension_points import Extensions
 from paceline.ddp.finisher import Finisher
 from paceline.ddp.module_changes import Trained
@@ -39,6 +39,8 @@ class Member(Protocol):
     """The backward pass in progress, or one with collectives still to run or blocks still to read; else None."""
     number: int
     """The wrapper's number in order of construction."""
+    forwards: PendingForwards
+    """Its forward passes that await their backward pass."""
 
     def is_expected(self) -> bool:
         """Return whether the backward pass in progress will reach an output of this wrapper and be synchronized."""
@@ -63,6 +65,8 @@ _ENDING = threading.RLock()
 also detects the exception. Reentrant, because garbage collection may drop another task meanwhile."""
 members: WeakValueDictionary[int, Member] = WeakValueDictionary()
 """The living wrappers of this process, by number; a dict keeps them in order of construction."""
+registered: set[int] = set()
+"""The numbers of the wrappers that have not been closed."""
 _numbers = count()
 
 
@@ -140,12 +144,14 @@ def register(member: Member) -> int:
     """Register `member` until it is garbage-collected; returns its number."""
     number = next(_numbers)
     members[number] = member
+    registered.add(number)
     return number
 
 
 def unregister(number: int) -> None:
     """Forget a wrapper that no longer averages."""
     unfinished.discard(number)
+    registered.discard(number)
     members.pop(number, None)
 
 
@@ -161,6 +167,11 @@ def follow_modules(last: Member) -> None:
         if member.is_expected():
             member.follow_module()
     last.follow_module()
+
+
+def others_await(member: Member) -> bool:
+    """Return whether another wrapper may be reached by the backward pass in progress."""
+    return any(other is not member and bool(other.forwards) for other in _in_order())
 
 
 def begin_others(first: Member) -> None:

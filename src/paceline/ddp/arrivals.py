@@ -25,7 +25,7 @@ from paceline.ddp.channel import Channel
 from paceline.ddp.module_changes import Trained
 from paceline.errors import UsageError
 
-gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+gradient_of: Callable[[Tensor], Any] = attrgetter("grad")
 is_none: Callable[[object], bool] = partial(is_, None)
 """Compares by identity, because ``==`` of a tensor compares elements."""
 
@@ -47,18 +47,22 @@ def copy_into(bucket: Bucket, gradients: list[Any], parameters: Sequence[nn.Para
 
     Returns False, with ``p.grad`` unchanged, if one of them is missing or not dense.
     """
-    factor = bucket.prescale
     try:  # cheaper than checking first whether all are present and dense
-        if factor == 1.0:
+        if bucket.prescale == 1.0:
             copy_each(bucket.views, gradients)
         else:
-            copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
+            copy_scaled_into(bucket, gradients)
     except (AttributeError, RuntimeError, TypeError):  # the caller then copies one by one and handles each case
         return False
     # Freed here rather than at the end of backward, so that only one bucket's gradients exist twice at a time.
     for parameter in parameters:
         parameter.grad = None
     return True
+
+
+def copy_scaled_into(bucket: Bucket, gradients: list[Any]) -> None:
+    """Copy the `gradients`, times the bucket's factor, into `bucket`; raise an error if one is missing or not dense."""
+    copy_times(bucket.views, gradients, bucket.prescale, bucket.flat if bucket.largest < LARGE else None)
 
 
 def copy_times(targets: list[Tensor], sources: list[Any], factor: float, flat: Tensor | None = None) -> None:
@@ -176,6 +180,10 @@ class Arrivals:
     """Whether buckets follow the arrival order, so that a few hooks are enough."""
     counts_each: bool
     """Whether :meth:`arrived` must be called for each gradient in this backward pass."""
+    is_lean = False
+    """Whether only :attr:`triggers` have hooks, and every gradient arrived in the latest backward pass."""
+    triggers: frozenset[int]
+    """The parameters whose hooks report that a bucket is full. Replaced as a whole if they change."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], hook: Callable[[int, Tensor], None]) -> None:
         self.observed = []
@@ -215,15 +223,17 @@ class Arrivals:
         if content_of(self._parameters) != self._content:  # torch.utils.swap_tensors has moved the hooks
             self._set_hooks(frozenset())
             self._content = content_of(self._parameters)
-        wanted = self._everything if self.counts_each or hook_all else self._triggers
+        wanted = self._everything if self.counts_each or hook_all else self.triggers
         # Fewer handles than wanted: some parameters were frozen, and may have been unfrozen since.
         is_missing = len(self._handles) != len(wanted)
         if wanted is not self._wanted or is_missing or not all(map(_requires_grad, self._hooked)):
             self._set_hooks(wanted)
+        self.is_lean = wanted is self.triggers and not self._had_absent and len(self._handles) == len(wanted)
 
     def hook_all(self) -> None:
         """Hook every parameter until a backward pass begins, because double backward may bypass the triggers."""
         self._set_hooks(self._everything)
+        self.is_lean = False
 
     def arrived(self, index: int) -> None:
         """Count a gradient accumulated into parameter `index`; called only while :attr:`counts_each` is set."""
@@ -256,7 +266,7 @@ class Arrivals:
         """Record that a backward pass ended without gradients for the `absent` parameters on this rank."""
         if not (absent or self._had_absent):  # true for most backward passes
             return
-        self._had_absent = bool(absent)
+        self._had_absent, self.is_lean = bool(absent), False
         missed = [0] * len(self._parameters)
         for index in absent:
             missed[index] = min(PATIENCE, self._absences[index] + 1)
@@ -264,6 +274,25 @@ class Arrivals:
         self._absences = missed
         if any(changed):
             self._plan_hooks()
+
+    def trigger(self, number: int) -> tuple[int, dict[int, Any]]:
+        """Return the parameter whose hook reports that bucket `number` is full, and the dict of all its hooks."""
+        (index,) = self.triggers.intersection(self._layout[number])
+        hooks = self._handles[index].hooks_dict_ref()
+        return index, hooks
+
+    def replace_triggers(self, functions: Sequence[Callable[[Tensor], None]]) -> None:
+        """Call the function of each bucket instead of the general hook when it is full."""
+        for number, function in enumerate(functions):
+            index, hooks = self.trigger(number)
+            hooks[self._handles[index].id] = ArrivalHook(function)
+
+    def restore_triggers(self) -> None:
+        """Undo :meth:`replace_triggers`."""
+        for index, handle in self._handles.items():
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks[handle.id] = ArrivalHook(self._hook, index)
 
     def close(self) -> None:
         """Remove all hooks from the parameters, and drop the reference to the function they called."""
@@ -273,7 +302,7 @@ class Arrivals:
     def _plan_hooks(self) -> None:
         """Decide which parameters each bucket waits for, and whose hook reports it."""
         expected = [[index for index in indices if self._absences[index] < PATIENCE] for indices in self._layout]
-        self._triggers = frozenset(max(indices, key=self._place.__getitem__) for indices in expected if indices)
+        self.triggers = frozenset(max(indices, key=self._place.__getitem__) for indices in expected if indices)
         self._owned = [[self._parameters[index] for index in indices] for indices in self._layout]
         # If all are awaited, this is the same list object, so that gradients_if_complete() reads gradients only once.
         self._awaited = [

@@ -8,40 +8,43 @@ from enum import Enum
 from functools import partial
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from paceline.core.stacks import warn
-from paceline.core.torch_internals import GraphTask, backward_call, current_task, queue_callback
+from paceline.core.torch_internals import (
+    GraphTask,
+    backward_call,
+    class_never_compiled,
+    current_task,
+    never_compiled,
+    queue_callback,
+)
 from paceline.ddp.channel import Launched, Pausing
+from paceline.ddp.control_block import Status
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.weights import Block
 from paceline.errors import PacelineError
 
 
 class Forward:
-    """One forward pass. It lives as long as its autograd graph, because only the graph's hooks reference it.
+    """One forward pass. It lives as long as its autograd graph, because only the graph's hooks reference it."""
 
-    Args:
-        block: the ``model.weight()`` block around the forward pass.
-        counts_if_averaged: whether the forward pass was counted, but must not count if its backward pass stays local
-            (``no_sync``).
-    """
-
+    block: Block | None = None
+    """The ``model.weight()`` block around the forward pass."""
+    counts_if_averaged = False
+    """Whether the forward pass was counted, but must not count if its backward pass stays local (``no_sync``)."""
     is_empty = False
     """Whether it ran on the empty batch of a rank without samples."""
 
-    def __init__(self, block: Block | None, *, counts_if_averaged: bool = False) -> None:
-        self.block = block
-        self.counts_if_averaged = counts_if_averaged
 
-
+@class_never_compiled
 class PendingForwards:
     """The forward passes that await their backward pass.
 
     Args:
         ledger: counts the steps.
+        parameters: returns the averaged parameters.
         reached: called as ``reached(forward, gradient)`` when a backward pass reaches an output.
     """
 
@@ -52,31 +55,44 @@ class PendingForwards:
     ignored: weakref.ref[GraphTask] | None = None
     """The latest backward pass whose gradients are ignored; the reference restores ``p.grad`` after an exception."""
 
-    def __init__(self, ledger: Ledger, reached: Callable[[Forward | None, Tensor], None]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        parameters: Callable[[], Sequence[Tensor]],
+        reached: Callable[[Forward, Tensor], None],
+    ) -> None:
         self.is_unseen = False
-        self._ledger = ledger
-        self._differentiated_in = -1  # number of optimizer steps when derivatives were last taken
-        self._reached = reached
+        self._ledger, self._parameters = ledger, parameters
+        self.differentiated_in = -1
+        """Number of optimizer steps when derivatives were last taken."""
+        self.reached = reached
+        """The function that hooks of outputs call."""
         self._has_warned = False
         # Weak, so that the forward pass of a dropped loss does not wait forever.
-        self._waiting: WeakSet[Forward] = WeakSet()
+        self.waiting: set[weakref.ref[Forward]] = set()
+        """The forward passes whose backward pass has not begun."""
         # Forwards inside weight blocks that have no hooked output; without this list they would be garbage collected.
         self._unseen: list[Forward] = []
 
     def __bool__(self) -> bool:
         """Return whether a forward pass with hooked outputs, or derivatives of one, may still get a backward pass."""
-        return bool(self._waiting) or self.are_differentiated
+        return bool(self.waiting) or self.are_differentiated
 
-    def hook(self, outputs: Sequence[Tensor], forward: Forward) -> None:
-        hooked = False
+    def hook(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
+        """Hook the outputs of a forward pass, because the backward pass reaches them before any parameter."""
+        forward, reached, blocks = Forward(), None, self._ledger.blocks
+        if (blocks.open or blocks.unused) and (block := blocks.forward_ended()) is not None:
+            forward.block = block
+            self._ledger.kept.look(self._parameters())
+        if counts_if_averaged:
+            forward.counts_if_averaged = True
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(partial(self._reached, forward))
-                hooked = True
+                output.register_hook(reached := reached or partial(self.reached, forward))
         if self._ledger.is_on_empty_slice:
             self.may_be_empty = forward.is_empty = True
-        if hooked:
-            self._waiting.add(forward)
+        if reached is not None:
+            self.waiting.add(weakref.ref(forward, self.waiting.discard))
         else:
             self.is_unseen = True
             if forward.block is not None:
@@ -98,16 +114,16 @@ class PendingForwards:
         A backward pass through these derivatives need not reach an output, and their graph may outlive the outputs'
         graph. But it cannot outlive an optimizer step, which changes the parameters saved in it.
         """
-        return self._differentiated_in == self._ledger.status.optimizer_steps
+        return self.differentiated_in == self._ledger.status.optimizer_steps
 
     def backward_began(self, forward: Forward | None) -> None:
         """Stop waiting for the backward pass of `forward`, which has begun and creates no graph."""
         if forward is not None:
-            self._waiting.discard(forward)
+            self.waiting.discard(weakref.ref(forward))
 
     def are_empty(self) -> bool:
         """Return whether all waiting forward passes ran on empty batches, so that their gradients do not count."""
-        kinds = {forward.is_empty for forward in self._waiting}
+        kinds = {forward.is_empty for forward in self._forwards()}
         self.may_be_empty = True in kinds
         return kinds == {True}
 
@@ -132,10 +148,13 @@ class PendingForwards:
         return task is not None and task.number == current_task()
 
     def waiting_in(self, block: Block | None) -> int:
-        return sum(forward.block is block for forward in self._waiting)
+        return sum(forward.block is block for forward in self._forwards())
+
+    def _forwards(self) -> list[Forward]:
+        return [forward for reference in list(self.waiting) if (forward := reference()) is not None]
 
     def differentiated(self) -> None:
-        self._differentiated_in = self._ledger.status.optimizer_steps
+        self.differentiated_in = self._ledger.status.optimizer_steps
 
     def warn_of_graph(self) -> None:
         """Warn once about a synchronized ``backward(create_graph=True)``: averages have no graph, as in torch's DDP."""
@@ -151,10 +170,11 @@ class PendingForwards:
         warn(message, call=call)
 
     def close(self) -> None:
-        """Drop the reference to the reducer's function."""
-        self._reached = lambda _forward, _gradient: None  # it references the reducer
+        """Drop the references to the reducer's functions."""
+        self.reached, self._parameters = (lambda _forward, _gradient: None), (lambda: ())
 
 
+@never_compiled
 def tensors_in(output: Any) -> list[Tensor]:
     """Return all tensors in a forward's output; searches nested containers, dataclasses and plain objects."""
     tensors: list[Tensor] = []
@@ -179,7 +199,7 @@ class Phase(Enum):
 
     LAUNCHING = "gradients arrive, complete buckets are launched"
     WAITING = "everything is launched, results are awaited"
-    UNREAD = "averages are published, the other ranks' control blocks are not read yet"
+    UNREAD = "averages are published, the other ranks' reports are not read yet"
     ABORTED = "an exception ended backward; collectives that the other ranks wait for are still owed"
     BROKEN = "a collective or a communication hook failed"
     OVER = "averages are published, and ranks agree"
@@ -200,10 +220,6 @@ class Backward:
     """One synchronized backward pass of one wrapper on this rank, from the first gradient to the averages.
 
     Attributes that matter only in rare cases have their default value on the class, so that a step creates few objects.
-
-    Args:
-        sends_block: whether all ranks launch control blocks at the end of the backward pass, regardless of the digests.
-        launches_at_end: whether buckets are launched when backward has ended rather than as they fill.
     """
 
     phase = Phase.LAUNCHING
@@ -219,11 +235,11 @@ class Backward:
     published, because until then no ``p.grad`` is a bucket view."""
     is_shared = False
     """Whether other wrappers also have some of the parameters."""
-    reads_in_backward = False
-    """Whether control blocks are read before backward ends, even with GPUs."""
     is_shadowed = False
     """Whether ranks that ran out of data inside ``join`` take part."""
-    launches_at_end: bool
+    sends_block = False
+    """Whether all ranks launch control blocks at the end of the backward pass, regardless of the digests."""
+    launches_at_end = False
     """Whether buckets are launched when backward has ended rather than as they fill."""
     averaged_elsewhere: Collection[int] = frozenset()
     """Parameters whose gradients another wrapper averages in this backward pass; our buckets hold zeros for them."""
@@ -244,14 +260,18 @@ class Backward:
     """Parameters with a sparse gradient."""
     non_finite: Sequence[int] = ()
     """Parameters whose gradient on this rank contains NaN or Inf, if the check is on."""
-    has_report = False
-    """Whether an extension has something to report to the other ranks; set only if buckets carry no digest."""
+    content = 0
+    """What this rank has posted on the board."""
+    position: tuple[int, ...] | None = None
+    """The numbers whose digest this rank has reported; None if it has more to report."""
+    status: Status | None = None
+    """This rank's status when it posted that it has more to report."""
+    is_early = False
+    """Whether averages were published before the ranks' reports were compared."""
     block: Launched | None = None
     """The control block, from its launch until it has been waited for."""
-    is_read_late = False
-    """Whether backward ends before the control blocks are read."""
     digests_agree: bool | None = None
-    """Whether the ranks' digests agreed; None before they were read, and if buckets carry none."""
+    """Whether the ranks' digests in the last bucket agreed; None before they were read, and if there are none."""
     exchange: Pausing[None] | None = None
     """The exchange of control blocks at the end of backward; None in an ordinary step."""
     new_order: Sequence[int] = ()
@@ -273,8 +293,11 @@ class Backward:
     task_number = -1
     """Number of the graph task."""
 
-    def __init__(self, *, sends_block: bool, launches_at_end: bool = False) -> None:
-        self.sends_block, self.launches_at_end = sends_block, launches_at_end
+    def __init__(self, *, sends_block: bool = False, launches_at_end: bool = False) -> None:
+        if sends_block:
+            self.sends_block = True
+        if launches_at_end:
+            self.launches_at_end = True
         self.launched = []
 
     def enter(self, phase: Phase) -> None:

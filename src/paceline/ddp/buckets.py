@@ -128,10 +128,18 @@ class Bucket:
     """Whether this bucket is launched last."""
     prescale: float = 1.0
     """Factor applied to gradients when they are copied in; unless it is 1, the bucket holds means instead of sums."""
+    is_averaged: bool = False
+    """Whether the collective computes means instead of sums."""
     memory: Tensor = field(default=NOTHING)
     """The whole allocation: ``flat`` followed by the tail."""
     tail: Tensor = field(default=NOTHING)
     """Additional elements after the gradients that are reduced along with them."""
+
+    @property
+    def holds_means(self) -> bool:
+        """Whether the bucket holds means instead of sums after the collective."""
+        # Finishers divide half precision before the sum, which may overflow.
+        return self.prescale != 1.0 or self.is_averaged or self.flat.dtype is torch.float16
 
     @classmethod
     def allocate(
@@ -179,9 +187,9 @@ class BucketViews:
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         # A second storage over the same memory. Works, futures and hooks hold `flat`'s storage, so they do not count.
-        self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
+        self.memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
         # torch returns this same object to any Python code that asks one of these tensors for its storage.
-        self.storage = self._memory.untyped_storage()
+        self.storage = self.memory.untyped_storage()
         self._start = flat.data_ptr()
         self._parameters = parameters
         self.views = self._make_views()
@@ -214,7 +222,7 @@ class BucketViews:
             others: indices of gradients that stay in ``p.grad``, which then counts as a user.
         """
         # `share_memory_()` moves the storage of the views, which then belongs to the user.
-        has_moved = self._memory.data_ptr() != self._start
+        has_moved = self.memory.data_ptr() != self._start
         if has_moved or self._references() != self._references_alone:  # not only our own views reference the memory
             return True
         counts, unshared = list(map(sys.getrefcount, self.views)), _BASE_COUNT + lists
@@ -233,7 +241,7 @@ class BucketViews:
 
     def _make_views(self) -> list[Tensor]:
         # Detached, because autograd refuses p.grad.detach_() on views that it knows.
-        return [view.detach() for view in views_of(self._memory, self._parameters)]
+        return [view.detach() for view in views_of(self.memory, self._parameters)]
 
 
 class AllBucketViews:
@@ -306,9 +314,13 @@ class BucketSet:
         unbucketed: indices of parameters that are not assigned to a bucket.
         reduce_dtype: dtype of the buckets of real parameters; None for each parameter's own.
         tail: number of extra elements after the gradients of the last bucket, if it holds real numbers; see
-            :mod:`.digest`.
+            :class:`.StatusDigest`.
+        merges: whether gradients that fit in one bucket of :data:`CAPACITY` share it. A small first bucket is only
+            worth its launch if another one follows.
     """
 
+    parameters: Sequence[nn.Parameter]
+    """The parameters, in the module's order."""
     views: list[Tensor]
     """For each parameter, its bucket view; an empty tensor for an unbucketed parameter."""
     unbucketed: frozenset[int]
@@ -330,25 +342,32 @@ class BucketSet:
         unbucketed: frozenset[int] = frozenset(),
         reduce_dtype: torch.dtype | None = None,
         tail: int = 0,
+        *,
+        merges: bool = False,
     ) -> None:
         self.unbucketed = unbucketed
-        self._tail = tail
-        self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
+        self._tail, self._merges = tail, merges
+        self._names, self.parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self._reduce_dtype = reduce_dtype
         # Copies of bucket views that were published instead, and their addresses, and averages of gradients outside the
-        # buckets. Weak, so that averages dropped by the user are freed.
-        self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._out_of_bucket: dict[int, weakref.ref[Tensor]] = {}
+        # buckets. Weak, so that averages dropped by the user are freed. All four are empty in an ordinary step.
+        self.copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.out_of_bucket: dict[int, weakref.ref[Tensor]] = {}
         # Numbers of buckets that publish copies because a user has kept gradients, with the latest copies' memory.
-        self._shown_copies: dict[int, list[StorageWeakRef]] = {}
+        self.shown_copies: dict[int, list[StorageWeakRef]] = {}
         # Old bucket memory that users still reference, with the views that count these references.
-        self._left_to_users: list[tuple[Tensor, BucketViews]] = []
+        self.left_to_users: list[tuple[Tensor, BucketViews]] = []
         self.buckets: list[Bucket] = []
-        self._bucket_views: list[BucketViews] = []
+        self.bucket_views: list[BucketViews] = []
         self.assign_in(range(len(parameters) - 1, -1, -1))
 
     def __len__(self) -> int:
         return len(self.buckets)
+
+    @property
+    def casts(self) -> bool:
+        """Whether gradients are summed in another dtype than that of their parameters."""
+        return self._reduce_dtype is not None
 
     @property
     def layout(self) -> list[list[int]]:
@@ -357,17 +376,18 @@ class BucketSet:
 
     def assign_in(self, order: Sequence[int]) -> None:
         """Rebuild the buckets for parameters whose gradients arrive in `order`."""
-        kinds = [self._kind(index) for index in range(len(self._parameters))]
+        kinds = [self._kind(index) for index in range(len(self.parameters))]
         inside = [index for index in order if index not in self.unbucketed]
-        sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self._parameters, kinds, strict=True)]
-        self._use(assign(sizes, kinds, inside, self._capacities))
+        sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self.parameters, kinds, strict=True)]
+        capacities = (CAPACITY,) if self._merges and sum(sizes) <= CAPACITY else self._capacities
+        self._use(assign(sizes, kinds, inside, capacities))
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
         """Rebuild the buckets for other parameters; gradients that users still reference stay in the old memory."""
-        previous = list(zip(self.buckets, self._bucket_views, strict=True))
-        self.buckets, self._bucket_views = [], []
-        self._names, self._parameters, self.unbucketed = names, parameters, outside
-        self._copies, self._out_of_bucket = {}, {}
+        previous = list(zip(self.buckets, self.bucket_views, strict=True))
+        self.buckets, self.bucket_views = [], []
+        self._names, self.parameters, self.unbucketed = names, parameters, outside
+        self.copies, self.out_of_bucket = {}, {}
         self.assign_in(range(len(parameters) - 1, -1, -1))
         for bucket, old_views in previous:
             self._leave(bucket.memory, old_views)
@@ -389,20 +409,20 @@ class BucketSet:
 
     def _use(self, layout: list[list[int]]) -> None:
         """Allocate buckets for `layout`, and move gradients over from the old ones."""
-        previous = list(zip(self.buckets, self._bucket_views, strict=True))
+        previous = list(zip(self.buckets, self.bucket_views, strict=True))
         # The old memory is freed below, once gradients have moved, so for a moment old and new buckets both exist.
         self.buckets = [self._allocate(indices, is_last=indices is layout[-1]) for indices in layout]
         for bucket in self.buckets[-1:]:
             bucket.is_last = True
         self.has_tail = bool(self.buckets) and self.buckets[-1].tail.numel() > 0
-        self.owned = [[self._parameters[index] for index in indices] for indices in self.layout]
+        self.owned = [[self.parameters[index] for index in indices] for indices in self.layout]
         self.rest = [parameter for owned in self.owned[:-1] for parameter in owned]
-        self.rest += [self._parameters[index] for index in self.unbucketed]
-        self._shown_copies.clear()
-        self.views = [torch.empty(0, device="cpu")] * len(self._parameters)
-        self._addresses = [0] * len(self._parameters)
-        self._bucket_views = [self._open(bucket) for bucket in self.buckets]
-        self._all = AllBucketViews(self._bucket_views, self.views, self._addresses, _LISTS)
+        self.rest += [self.parameters[index] for index in self.unbucketed]
+        self.shown_copies.clear()
+        self.views = [torch.empty(0, device="cpu")] * len(self.parameters)
+        self._addresses = [0] * len(self.parameters)
+        self.bucket_views = [self._open(bucket) for bucket in self.buckets]
+        self.all_views = AllBucketViews(self.bucket_views, self.views, self._addresses, _LISTS)
         for bucket, old_views in previous:
             self._move_gradients(bucket)
             self._leave(bucket.memory, old_views)
@@ -412,17 +432,17 @@ class BucketSet:
         dtype, _ = self._kind(indices[0])
         # A digest is encoded as real numbers; a complex bucket would need another encoding.
         tail = self._tail if is_last and dtype.is_floating_point else 0
-        return Bucket.allocate(indices, self._parameters, self._channel.allocate, dtype, tail)
+        return Bucket.allocate(indices, self.parameters, self._channel.allocate, dtype, tail)
 
     def _move_gradients(self, bucket: Bucket) -> None:
         """Move gradients from a bucket of the previous layout into the current buckets."""
         for index, view in zip(bucket.indices, bucket.views, strict=True):
-            if self._parameters[index].grad is view:
-                self._parameters[index].grad = self.views[index].copy_(view)
+            if self.parameters[index].grad is view:
+                self.parameters[index].grad = self.views[index].copy_(view)
 
     def _open(self, bucket: Bucket) -> BucketViews:
         """Create the bucket views that users see."""
-        opened = BucketViews(bucket.flat, [self._parameters[index] for index in bucket.indices])
+        opened = BucketViews(bucket.flat, [self.parameters[index] for index in bucket.indices])
         bucket.views = opened.views
         for index, view, address in zip(bucket.indices, opened.views, opened.addresses, strict=True):
             self.views[index], self._addresses[index] = view, address
@@ -431,19 +451,19 @@ class BucketSet:
     def _leave(self, memory: Tensor, views: BucketViews) -> None:
         """Leave a bucket's memory to users who still reference it, until the last reference is gone."""
         views.views.clear()  # drop our own references, which would be mistaken for users' references
-        self._left_to_users.append((memory, views))
+        self.left_to_users.append((memory, views))
 
     def _free_unused(self) -> None:
         """Free old memory that users no longer reference."""
-        for memory, views in self._left_to_users:
+        for memory, views in self.left_to_users:
             if not views.is_in_use():
                 self._channel.free(memory)
-        self._left_to_users = [(memory, views) for memory, views in self._left_to_users if views.is_in_use()]
+        self.left_to_users = [(memory, views) for memory, views in self.left_to_users if views.is_in_use()]
 
     def is_untouched(self) -> bool:
         """Return whether :meth:`make_writable` would leave every bucket unchanged; one check covers all buckets."""
         # Unbucketed parameters share one empty tensor as their view, whose reference count is meaningless.
-        return not (self._shown_copies or self.unbucketed) and self._all.are_untouched()
+        return not (self.shown_copies or self.unbucketed) and self.all_views.are_untouched()
 
     def make_writable(self, number: int, elsewhere: Collection[int] = ()) -> None:
         """Make sure that writing to bucket `number` does not change a gradient that a user keeps.
@@ -452,23 +472,23 @@ class BucketSet:
         then on, the bucket publishes copies as long as a user keeps one. Gradients of the parameters in `elsewhere`,
         which another wrapper averages now, also count as kept.
         """
-        bucket, views = self.buckets[number], self._bucket_views[number]
+        bucket, views = self.buckets[number], self.bucket_views[number]
         for place in views.restore_moved():
             self.views[bucket.indices[place]] = views.views[place]
-        if number in self._shown_copies:
+        if number in self.shown_copies:
             # Otherwise, every such step would allocate a new bucket, and one small gradient could keep a whole old one
             # alive.
-            if not all(memory.expired() for memory in self._shown_copies[number]):
+            if not all(memory.expired() for memory in self.shown_copies[number]):
                 return
-            del self._shown_copies[number]
+            del self.shown_copies[number]
         others = {place for place, index in enumerate(bucket.indices) if index in elsewhere} if elsewhere else ()
         if views.is_referenced(_LISTS, others):
             self._leave(bucket.memory, views)
             fresh = self._allocate(bucket.indices, is_last=bucket is self.buckets[-1])
             bucket.memory, bucket.flat, bucket.tail = fresh.memory, fresh.flat, fresh.tail
-            self._bucket_views[number] = self._open(bucket)
-            self._all = AllBucketViews(self._bucket_views, self.views, self._addresses, _LISTS)
-            self._shown_copies[number] = []
+            self.bucket_views[number] = self._open(bucket)
+            self.all_views = AllBucketViews(self.bucket_views, self.views, self._addresses, _LISTS)
+            self.shown_copies[number] = []
 
     def averages(self, saved: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the tensors to publish as gradients: each parameter's bucket view, or a copy in other memory.
@@ -480,10 +500,10 @@ class BucketSet:
             saved: gradients that existed before backward. If one is referenced elsewhere (for example, because it is
                 part of a flat buffer), the average is written into it.
         """
-        if self._left_to_users:
+        if self.left_to_users:
             self._free_unused()
-        self._copies = {}
-        if self._reduce_dtype is None and not (self._shown_copies or saved):
+        self.copies = {}
+        if self._reduce_dtype is None and not (self.shown_copies or saved):
             return self.views
         shown = list(self.views)
         if self._reduce_dtype is not None:
@@ -491,14 +511,14 @@ class BucketSet:
         for index in shared(saved):
             if _can_be_written(saved[index]):
                 shown[index] = saved[index].copy_(shown[index])
-        for number, memories in self._shown_copies.items():
+        for number, memories in self.shown_copies.items():
             indices = self.buckets[number].indices
             for index in indices:
                 if shown[index] is self.views[index]:
                     shown[index] = self.views[index].clone()
             # Storages rather than tensors, because a user may keep only a slice or a NumPy array.
             memories[:] = [StorageWeakRef(shown[index].untyped_storage()) for index in indices]
-        self._copies = {
+        self.copies = {
             index: (weakref.ref(gradient), gradient.data_ptr())
             for index, gradient in enumerate(shown)
             if gradient is not self.views[index]
@@ -508,7 +528,7 @@ class BucketSet:
     def _cast(self, shown: list[Tensor]) -> None:
         """Replace views with copies in the parameters' dtypes, each in separate memory, because users may keep one."""
         for bucket in self.buckets:
-            pairs = [(index, self._parameters[index].dtype) for index in bucket.indices]
+            pairs = [(index, self.parameters[index].dtype) for index in bucket.indices]
             for dtype in {dtype for _, dtype in pairs} - {bucket.flat.dtype}:
                 indices = [index for index, original in pairs if original is dtype]
                 views = [self.views[index] for index in indices]
@@ -519,21 +539,21 @@ class BucketSet:
 
     def publish(self, averages: Sequence[Tensor | None], absent: Collection[int] = ()) -> None:
         """Set ``p.grad`` to the average, or to None for `absent` parameters."""
-        self._out_of_bucket = {}
+        self.out_of_bucket = {}
         if absent:
             averages = list(averages)
             for index in absent:
                 averages[index] = None
-        for parameter, average in zip(self._parameters, averages, strict=True):
+        for parameter, average in zip(self.parameters, averages, strict=True):
             parameter.grad = average
 
     def remember(self, out_of_bucket: Mapping[int, Tensor]) -> None:
         """Count these published tensors, which are not in bucket memory, as averages."""
-        self._out_of_bucket = {index: weakref.ref(average) for index, average in out_of_bucket.items()}
+        self.out_of_bucket = {index: weakref.ref(average) for index, average in out_of_bucket.items()}
 
     def local_gradient(self, others: Collection[int]) -> str | None:
         """Return the name of a parameter whose gradient was not averaged, except of parameters in `others`, or None."""
-        for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
+        for index, (name, parameter) in enumerate(zip(self._names, self.parameters, strict=True)):
             gradient = parameter.grad
             if gradient is None or index in others or self._is_average(index, gradient):
                 continue
@@ -543,18 +563,18 @@ class BucketSet:
         return None
 
     def _is_average(self, index: int, gradient: Tensor) -> bool:
-        if index in self._out_of_bucket and gradient is self._out_of_bucket[index]():
+        if index in self.out_of_bucket and gradient is self.out_of_bucket[index]():
             return True
         if gradient.layout is not torch.strided or index in self.unbucketed:
             return False
         # Compare addresses, because p.grad may be another tensor over the same memory (p.grad.detach()).
-        if index not in self._copies:
+        if index not in self.copies:
             return gradient.data_ptr() == self._addresses[index]
-        shown, address = self._copies[index]
+        shown, address = self.copies[index]
         return gradient is shown() and gradient.data_ptr() == address
 
     def _kind(self, index: int) -> tuple[torch.dtype, torch.device]:
-        parameter = self._parameters[index]
+        parameter = self.parameters[index]
         dtype = self._reduce_dtype if self._reduce_dtype and parameter.is_floating_point() else parameter.dtype
         return dtype, parameter.device
 

@@ -258,7 +258,7 @@ class BufferSync:
         may_differ: bool,
     ) -> None:
         self._may_differ = may_differ
-        self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
+        self.buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
         self._join_events, self._ledger, self._wrapper = join_events, ledger, weakref.ref(wrapper)
 
     # -- with a forward -----------------------------------------------------------------------------------------
@@ -267,11 +267,11 @@ class BufferSync:
     def is_wanted(self) -> bool:
         """Whether forward passes in training mode currently synchronize buffers."""
         wrapper = self._wrapper()
-        return wrapper is not None and self._buffers.are_broadcast_by(wrapper)
+        return wrapper is not None and self.buffers.are_broadcast_by(wrapper)
 
     def each_ranks_own(self) -> dict[str, Tensor]:
         """Return, by name, the buffers that forward passes in training mode do not currently synchronize."""
-        return self._buffers.ignored() | ({} if self.is_wanted else self._buffers.named())
+        return self.buffers.ignored() | ({} if self.is_wanted else self.buffers.named())
 
     def begin_step(self) -> None:
         """Make the buffers equal unless they already are; called on all ranks before a forward pass or sliced step."""
@@ -287,10 +287,11 @@ class BufferSync:
 
         If so, and if it is the first one of its step, first make the buffers equal unless they already are.
         """
-        travels = self.is_wanted
+        travels, ledger = bool(self.buffers.places) and self.is_wanted, self._ledger
         # Not before later forward passes of the step, because a rank without data does not know their number.
-        broadcasts = travels and self._ledger.forwards_since_sync == 0
-        self._ledger.forward(broadcasts=broadcasts)
+        broadcasts = travels and ledger.forwards_since_sync == 0
+        ledger.status.forwards += broadcasts  # the number of passes with broadcasts must be equal on all ranks
+        ledger.forwards_since_sync += 1
         # With virtual ranks, rank 0 may be working on another slice, so each slice keeps its own buffers.
         if broadcasts and self.statistics is None:
             self.begin_step()
@@ -309,6 +310,11 @@ class BufferSync:
 
     # -- with a backward ----------------------------------------------------------------------------------------
 
+    @property
+    def are_under_way(self) -> bool:
+        """Whether a broadcast has been launched and not waited for."""
+        return self._at_rest.is_under_way
+
     def launch(self) -> None:
         """Launch the broadcast at the end of a synchronized backward pass, if any forward pass was counted before it.
 
@@ -317,7 +323,7 @@ class BufferSync:
         if self.statistics is not None:
             self.statistics.launch()
         # Inside join(), a separate broadcast is announced before the next step's first forward pass.
-        if not self._buffers.places or self._join_events.enabled:
+        if not self.buffers.places or self._join_events.enabled:
             return
         if self._may_differ and self.is_wanted:
             self._may_differ = False
@@ -335,10 +341,10 @@ class BufferSync:
     def exchange(self) -> None:
         """Copy the buffers of the first rank that has data to all ranks; collective."""
         # Through .data, so that autograd's version counters do not change: two forwards may precede a backward pass.
-        tensors = [local_of(buffer.data) for buffer in self._buffers.named().values()]
+        tensors = [local_of(buffer.data) for buffer in self.buffers.named().values()]
         self._channel.broadcast(tensors, self._join_events.source)
 
     def taken_along(self) -> list[Tensor]:
         """Return the buffers for the broadcast at the end of ``join``, and count them as equal."""
         self._may_differ = False
-        return [buffer.data for buffer in self._buffers.named().values()]
+        return [buffer.data for buffer in self.buffers.named().values()]

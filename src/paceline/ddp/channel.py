@@ -14,11 +14,13 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,15 +37,18 @@ from paceline.core.torch_distributed import AllgatherOptions, broadcast_coalesce
 from paceline.errors import CommunicationError, PacelineError
 
 if TYPE_CHECKING:
+    from paceline.comm.board import Board
     from paceline.comm.process_group import PacelineProcessGroup
 
 TEST_HOST_CHANNEL = "PACELINE_TEST_HOST_CHANNEL"
 """Environment variable for tests: makes ranks on CPUs open a host channel and read control blocks late, as with GPUs.
 With the value ``always``, blocks are read late even after surprises."""
 logger = logging.getLogger(__name__)
-MOST_PENDING = 64
-"""Maximum number of measurements not read yet. If the device has reached none of them, the host is far ahead and makes
-no new ones, so that events do not accumulate."""
+SAMPLED = 16
+"""One wait of this many is measured on a GPU, because two events per step cost the host 10 microseconds."""
+MOST_PENDING = 4
+"""Maximum number of measurements not read yet. If the device has reached none of them, the host is far ahead, and no
+new one is made."""
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]
@@ -77,6 +82,7 @@ def open_channel(
             channel = Channel(group, own_group)
         else:
             channel = DeviceChannel(group, own_group, device)
+            channel.is_ordered = on_nccl
         # A Paceline group in shared memory already handles host data, so it needs no second group.
         if not on_cpu or TEST_HOST_CHANNEL in os.environ:
             channel.use_host(_open_host_channel(group, timeout, own_group if is_shared and not on_cpu else None))
@@ -136,6 +142,10 @@ class Channel:
 
     blocks = False
     """Whether a launch returns only when every rank has taken part."""
+    advances_in_hooks = False
+    """Whether :meth:`progress` has an effect."""
+    is_ordered = False
+    """Whether the end of a collective implies the end of all earlier ones, as with NCCL, which has one stream."""
     sums_in_tree = False
     """Whether sums are computed by :func:`paceline.comm.arithmetic.reduce_into` on every rank."""
 
@@ -152,24 +162,29 @@ class Channel:
         """The channel for tensors in host memory; a separate channel if gradients are on GPUs."""
         self.parent_group = group
         """The group that the caller passed when opening the channel."""
-        # torch's own table of groups; destroying a group removes it from the table.
-        self._process, self._living = os.getpid(), get_known_groups()
+        self.living = get_known_groups()
+        """torch's own table of groups; destroying a group removes it from the table."""
+        self.key: dist.ProcessGroup | None = group
+        """The group in that table; None in a forked child."""
+        _channels().add(self)
         self._options = AllreduceOptions()  # created once, because each bucket of each step needs it
         self._options.asyncOp = True
-        self._outstanding = Outstanding()
+        self._averaging = AllreduceOptions()
+        self._averaging.asyncOp, self._averaging.reduceOp = True, dist.ReduceOp(dist.ReduceOp.AVG)
+        self.outstanding = Outstanding()
 
     def use_host(self, host: Channel) -> None:
         """Use `host` for tensors in host memory. Either channel can wait for its collectives."""
-        self.host, host._outstanding = host, self._outstanding
+        self.host, host.outstanding = host, self.outstanding
 
     def check_open(self) -> None:
         """Raise an error if no other rank would take part in a new collective."""
-        if os.getpid() != self._process:
+        if self.key is None:
             raise CommunicationError(
                 f"rank {self.rank}: this process was forked from a rank, and only the rank itself can train the "
                 "wrapped model; call model.module here, or wrap a copy with the child's own process group"
             )
-        if self.parent_group not in self._living:
+        if self.parent_group not in self.living:
             raise CommunicationError(
                 f"rank {self.rank}: the process group of this DistributedDataParallel was destroyed; "
                 "wrap the model again"
@@ -182,14 +197,34 @@ class Channel:
     def free(self, tensor: Tensor) -> None:
         """Free a tensor returned by :meth:`allocate`. A no-op if its memory is garbage-collected."""
 
-    def all_reduce(self, tensor: Tensor) -> Launched:
-        """Launch the sum of `tensor` over all ranks, in place."""
-        work: dist.Work = self.group.allreduce([tensor], self._options)
-        self._outstanding.count += 1
-        return work
+    def averages(self, dtype: torch.dtype) -> bool:
+        """Return whether :meth:`average` is available, and its rounding is that of a division by N.
+
+        NCCL multiplies by 1/N before the sum, in the tensor's type; in half precision that factor is rounded, unless N
+        is a power of two. On one rank, NCCL launches a kernel for an average, but none for a sum.
+        """
+        is_exact = dtype in (torch.float32, torch.float64) or (dtype.is_floating_point and self.size.bit_count() == 1)
+        return self.is_ordered and self.size > 1 and is_exact
+
+    def all_reduce(self, tensor: Tensor, *, averages: bool = False) -> Launched:
+        """Launch the sum of `tensor` over all ranks, in place; the mean if :meth:`averages` its dtype."""
+        self.outstanding.count += 1
+        return self.launcher(tensor, averages=averages)()
+
+    def launcher(self, tensor: Tensor, *, averages: bool = False) -> Callable[[], Launched]:
+        """Return a function that does :meth:`all_reduce` in fewer calls, without counting it in :attr:`outstanding`."""
+        # The backend itself, because torch's dispatcher, through which the group calls it, takes as long again.
+        is_plain = type(self.group) is dist.ProcessGroup
+        launches = self.group._get_backend(tensor.device) if is_plain else self.group
+        return partial(launches.allreduce, [tensor], self._averaging if averages else self._options)
 
     def progress(self) -> None:
         """Advance launched operations as far as possible without waiting."""
+
+    @cached_property
+    def board(self) -> Board | GatheredBoard:
+        """The ranks' reports of each step, sent between CPUs."""
+        return GatheredBoard(self)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Copy `tensors` from rank `source` to every rank; return when the copies are complete."""
@@ -204,7 +239,7 @@ class Channel:
         options = AllgatherOptions()
         options.asyncOp = True
         work: dist.Work = self.group._allgather_base(flat, self.shard(flat), options)
-        self._outstanding.count += 1
+        self.outstanding.count += 1
         return work
 
     def shard(self, flat: Tensor) -> Tensor:
@@ -250,7 +285,7 @@ class Channel:
 
     def count_launch(self) -> None:
         """Count a collective launched directly on :attr:`group`; :meth:`wait` must be called for it."""
-        self._outstanding.count += 1
+        self.outstanding.count += 1
 
     def wait(self, launched: Launched, label: str, number: int | None = None) -> None:
         try:
@@ -260,7 +295,7 @@ class Channel:
         except RuntimeError as error:
             label = label if number is None else f"{label} {number}"
             raise failed(label, self.members, self.members[self.rank], error) from error
-        self._outstanding.count -= 1
+        self.outstanding.count -= 1
 
     def meet(self, launched: Launched, label: str) -> None:
         """Wait for a collective that is not part of the wait at the end of a backward pass."""
@@ -273,7 +308,7 @@ class Channel:
 
     def abandon(self, _launched: Launched) -> None:
         """Count a collective on host data as done without waiting. The channel may be closed while it is running."""
-        self._outstanding.count -= 1
+        self.outstanding.count -= 1
 
     def close(self) -> None:
         """Close the channel's connections. NCCL connections close after all ranks have called this."""
@@ -281,7 +316,56 @@ class Channel:
             self.host.close()
         if self.group is not None:
             # NCCL destroys a communicator only if all its work has ended, and aborts it otherwise.
-            release(self.group, is_clean=self._outstanding.count == 0)
+            release(self.group, is_clean=self.outstanding.count == 0)
+
+
+@cache
+def _channels() -> WeakSet[Channel]:
+    """Return the open channels of this process."""
+    channels: WeakSet[Channel] = WeakSet()
+
+    def leave() -> None:
+        for channel in list(channels):
+            channel.key = None
+
+    os.register_at_fork(after_in_child=leave)
+    return channels
+
+
+class GatheredBoard:
+    """A :class:`~paceline.comm.board.Board` for ranks that do not share memory: one small sum per report."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._table = torch.zeros(channel.size, 2, dtype=torch.int64, device="cpu")
+        self._launch, self._content = channel.launcher(self._table), 0
+        self._launched: Launched | None = None
+
+    def post(self, content: int, weight: float | None = None) -> None:
+        """Post this rank's report of the step, and its weight."""
+        self.contents()  # of the previous report, if this rank has not read it
+        self._content = content
+        self._table.zero_()[self._channel.rank, 0] = content
+        self._table.view(torch.float64)[self._channel.rank, 1] = weight or 0.0
+        self._launched = self._launch()
+
+    def is_unanimous(self) -> bool:
+        """Return whether every rank has posted the same; waits for the sum."""
+        return all(content == self._content for content in self.contents())
+
+    def contents(self) -> list[int]:
+        """Return the ranks' contents; waits for the sum."""
+        if self._launched is not None:
+            self._channel.outstanding.count += 1  # counted only now, because a channel may close before the wait
+            self._channel.wait(self._launched, "exchange of reports")
+            self._launched = None
+        contents: list[int] = self._table[:, 0].tolist()
+        return contents
+
+    def weights(self) -> list[float]:
+        """Return the ranks' weights, which the sum contains."""
+        weights: list[float] = self._table.view(torch.float64)[:, 1].tolist()
+        return weights
 
 
 class DeviceChannel(Channel):
@@ -304,10 +388,9 @@ class DeviceChannel(Channel):
         if (carrier := self._carrier_of(tensor.device)) is not self:
             carrier.free(tensor)
 
-    def all_reduce(self, tensor: Tensor) -> Launched:
-        """Launch the sum of `tensor` over all ranks, in place."""
-        # Do not call _carrier_of(), because creating a device object takes a tenth of the time of a launch.
-        return self.host.all_reduce(tensor) if tensor.is_cpu else Channel.all_reduce(self, tensor)
+    def launcher(self, tensor: Tensor, *, averages: bool = False) -> Callable[[], Launched]:
+        """Return a function that launches the sum or mean of `tensor` over all ranks."""
+        return self.host.launcher(tensor) if tensor.is_cpu else super().launcher(tensor, averages=averages)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Copy `tensors` from rank `source` to every rank; return when the copies are complete."""
@@ -321,14 +404,21 @@ class HostChannel(Channel):
     A sum is therefore complete once every rank has launched it, without waiting for other ranks' results.
     """
 
-    def all_reduce(self, tensor: Tensor) -> Launched:
-        """Launch the sum of `tensor` over all ranks, in place. The other ranks receive its current values."""
-        self.count_launch()
-        return self.group.launch_own_sum(tensor.view(-1))  # type: ignore[no-any-return]
+    advances_in_hooks = True
+
+    def launcher(self, tensor: Tensor, *, averages: bool = False) -> Callable[[], Launched]:
+        """Return a function that launches the sum of `tensor`. The other ranks receive its values at that time."""
+        return partial(self.group.launch_own_sum, tensor.view(-1))
 
     def progress(self) -> None:
         """Compute the sums that all ranks have launched."""
         self.group.progress()
+
+    @cached_property
+    def board(self) -> Board:
+        """The ranks' reports of each step, in shared memory."""
+        board: Board = self.group.board
+        return board
 
 
 class SharedChannel(HostChannel):
@@ -343,17 +433,14 @@ class SharedChannel(HostChannel):
     def free(self, tensor: Tensor) -> None:
         self.group.free(tensor)
 
-    def all_reduce(self, tensor: Tensor) -> Launched:
-        """Launch the sum of `tensor`. Large tensors not returned by :meth:`allocate` are copied there and back."""
-        self.count_launch()
-        launched: Launched
+    def launcher(self, tensor: Tensor, *, averages: bool = False) -> Callable[[], Launched]:
+        """Return a function that launches the sum of `tensor`.
+
+        Large tensors not returned by :meth:`allocate` are copied there and back.
+        """
         if tensor.nbytes <= self.group.small_bytes:
-            launched = self.group.launch_own_sum(tensor.view(-1))
-        elif self.group.holds(tensor):
-            launched = self.group.launch_all_reduce(tensor)
-        else:
-            launched = _CopiedBack(self, tensor)
-        return launched
+            return super().launcher(tensor)
+        return partial(self.group.launch_all_reduce if self.group.holds(tensor) else partial(_CopiedBack, self), tensor)
 
     def gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Launched:
         """Start copying from the other ranks' `tensor`, allocated by :meth:`allocate`, into this rank's tensors.
@@ -393,51 +480,58 @@ class ExposedTime:
     """Adds up the waiting time for gradients on `device`.
 
     On a CPU, this is host time. A GPU waits while the host continues, so the time is measured between two events on its
-    stream. Events are read in batches after the device has passed them, so the host never waits for them. Reading two
-    events in every step would take several times as long as recording them.
+    stream, in one wait of :data:`SAMPLED`, which stands for all of them. Events are read after the device has passed
+    them, so the host never waits for them, and are then used again.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.of_host: AbstractContextManager[Any] = self if device.type == "cpu" else nullcontext()
         """Measures the host's wait for the other ranks' reports. A no-op with a GPU, which continues meanwhile."""
-        self._read = 0.0  # sum of the measurements read so far
+        self.measured = 0.0
+        """Sum of the measurements read so far, in seconds."""
+        self.waits = 0
+        """Number of waits on a GPU. The next one is measured if this is a multiple of :data:`SAMPLED`."""
+        self._samples = 0  # number of measurements read so far
         self._begin: Any = None  # time or event at the start of the current wait
         self._pending: deque[tuple[Any, Any]] = deque()  # start and end of unread measurements, oldest first
+        self._free: list[tuple[Any, Any]] = []
 
     @property
     def seconds(self) -> float:
-        """Total seconds. On a GPU, the latest steps may be missing, because the GPU may not have finished them."""
+        """Total seconds. On a GPU, an estimate from the measurements that the GPU has finished; 0 before the first."""
+        if self.device.type == "cpu":
+            return self.measured
         self._read_passed()
-        return self._read
+        return self.measured / self._samples * self.waits if self._samples else 0.0
 
     def __enter__(self) -> None:
+        self._begin = None
         if self.device.type == "cpu":
             self._begin = time.perf_counter()
-        elif is_capturing(self.device) or self._is_far_ahead():
-            self._begin = None  # replays of a captured graph do not run this code
-        else:
-            self._begin = self._event()
-            self._begin.record()
+        elif not is_capturing(self.device):  # replays of a captured graph do not run this code
+            if self.waits % SAMPLED == 0:
+                self._read_passed()
+                if len(self._pending) < MOST_PENDING:
+                    self._begin, self._end = self._free.pop() if self._free else (self._event(), self._event())
+                    self._begin.record()
+            self.waits += 1
 
     def __exit__(self, *_: object) -> None:
+        if self._begin is None:
+            return
         if self.device.type == "cpu":
-            self._read += time.perf_counter() - self._begin
-        elif self._begin is not None:
-            end = self._event()
-            end.record()
-            self._pending.append((self._begin, end))
+            self.measured += time.perf_counter() - self._begin
+        else:
+            self._end.record()
+            self._pending.append((self._begin, self._end))
 
     def _read_passed(self) -> None:
         while self._pending and self._pending[0][1].query():
             begin, end = self._pending.popleft()
-            self._read += begin.elapsed_time(end) / 1000
-
-    def _is_far_ahead(self) -> bool:
-        if len(self._pending) < MOST_PENDING:
-            return False
-        self._read_passed()
-        return len(self._pending) >= MOST_PENDING
+            self.measured += begin.elapsed_time(end) / 1000
+            self._samples += 1
+            self._free.append((begin, end))
 
     def _event(self) -> Any:
         return torch.Event(device=self.device, enable_timing=True)

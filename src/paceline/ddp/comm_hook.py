@@ -240,9 +240,9 @@ class HookFinisher(Finisher):
         """Return True if ranks without data take part, because they do not know when buckets fill."""
         return shadowed or self.layers_first
 
-    def prescale(self, flat: Tensor) -> float:
-        """Return 1, because a hook receives this rank's undivided gradients."""
-        return 1.0
+    def prepare(self, bucket: Bucket) -> None:
+        """Leave gradients undivided, because a hook receives this rank's own."""
+        bucket.prescale, bucket.is_averaged = 1.0, False
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
         """Call the hook."""

@@ -19,6 +19,7 @@ from paceline.ddp.buffers import Buffers, BufferSync
 from paceline.ddp.channel import Channel, open_channel
 from paceline.ddp.extension_points import Extension
 from paceline.ddp.extensions import CHECK_FINITE, FiniteCheck, GraphCapture, OutOfBucket, UnusedParameters
+from paceline.ddp.frozen_step import FrozenStep
 from paceline.ddp.joined_steps import JoinedSteps
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.module_changes import ModuleWatch, Named, OnChange, make_equal
@@ -170,6 +171,7 @@ def connect(
     connection = Connection(channel, joined_steps, buffers, reducer, replica_check)
     if options.virtual_ranks:
         connection = connection.with_virtual_ranks(options)
+    reducer.shortcut = FrozenStep(reducer)
     # The module outlives the wrapper and must not keep its hooks.
     finalize(wrapper, reducer.close)
     return connection

@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from hashlib import blake2b
 from math import inf
 from numbers import Real
 from operator import attrgetter, is_
@@ -117,7 +116,7 @@ class StatusDigest:
         self._starts = range(0, tail_width(size), _SLOT)
         self._unweighted = [(0.0, UNWEIGHTED)] * size
 
-    def write(self, tail: Tensor, numbers: Sequence[int] | None, weight: float) -> None:
+    def write(self, tail: Tensor, numbers: tuple[int, ...] | None, weight: float) -> None:
         """Fill the `tail` of a bucket with the weight and a digest of `numbers`, which must be equal on every rank.
 
         If `numbers` is None, this rank has more to report, and the tail is filled with zeros.
@@ -125,9 +124,8 @@ class StatusDigest:
         if numbers is None:
             tail.zero_()
             return
-        packed = pack(f"<{len(numbers)}q", *numbers)
         # The leading 1 distinguishes a digest of zeros from an empty slot.
-        self._bytes[self._own] = b"\1" + blake2b(packed, digest_size=8).digest() + pack("<d", weight)
+        self._bytes[self._own] = pack("<Bqd", 1, hash(numbers), weight)
         tail.copy_(self._slots)
 
     def read(self, tail: Tensor, weighting: int) -> Notes | None:
@@ -141,6 +139,20 @@ class StatusDigest:
             return self._unweighted
         weights = [bytes(map(int, slots[start + _DIGEST : start + _SLOT])) for start in self._starts]
         return [(unpack("<d", weight)[0], weighting) for weight in weights]
+
+
+MORE = 0
+"""The content of a report that only says that this rank has more to report."""
+DIGEST, LEAST_DIGEST = 2**48 - 2, 2
+"""Bits of a report that hold the digest, and the digest that stands for 0, which would mean :data:`MORE`."""
+AWAITS = 1
+"""Flag in a report: the rank reads the other ranks' reports before its backward pass ends."""
+
+
+def content_of(numbers: tuple[int, ...] | None, *, awaits: bool = False) -> int:
+    """Return the 48 bits that this rank posts on the board: a digest of `numbers`; :data:`MORE` if there are none."""
+    flag = AWAITS if awaits else 0
+    return flag if numbers is None else (hash(numbers) & DIGEST or LEAST_DIGEST) | flag
 
 
 _EQUAL = {
@@ -268,17 +280,14 @@ class ControlBlock:
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()
 
     def is_without_surprise(self, statuses: Sequence[Status]) -> bool:
-        """Return whether all ranks ran an unweighted backward pass and need only the averages in the buckets."""
+        """Return whether all ranks ran the same kind of backward pass and need only the averages in the buckets."""
         plain = all(
-            status.weighting == UNWEIGHTED and not (status.aborted or status.joined or status.has_new_parameters)
+            status.weighting == statuses[0].weighting
+            and status.weighting & ~BY_SLICE in (UNWEIGHTED, WEIGHTED)
+            and not (status.aborted or status.joined or status.has_new_parameters)
             for status in statuses
         )
         return plain and self.is_usual()
-
-    def is_settled(self, statuses: Sequence[Status]) -> bool:
-        """Return whether :meth:`is_without_surprise` holds, all reports are equal, and no rank has a request."""
-        asks = statuses[0].asks_to_stop or statuses[0].compares
-        return _agree(statuses) and not asks and self.is_without_surprise(statuses[:1])
 
     def check(self, statuses: Sequence[Status]) -> None:
         """Raise on every rank if a gradient is not finite or if numbers that must be equal differ between ranks."""
@@ -377,12 +386,15 @@ class OptimizerSettings:
         """Return a number that is equal on all ranks if the settings are; 0 if they are not compared."""
         if not self.comparisons_left:
             return 0
-        groups = self._groups()
-        values = [value for _, _, group in groups for value in group.values()]
+        values: list[Any] = []
+        for reference in self.stepped:
+            if (optimizer := reference()) is not None:
+                for group in optimizer.param_groups:
+                    values.extend(group.values())
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             settings = [
                 [value if type(value) in _PLAIN else _number(value) for value in map(group.get, optimizer.defaults)]
-                for optimizer, _, group in groups
+                for optimizer, _, group in self._groups()
                 if not self.averaged.keys().isdisjoint(map(id, group["params"]))
             ]
             self._digest = crc32(repr(settings).encode())

@@ -3,14 +3,14 @@
     6. launch the block ──► 7. wait, and read it ──► 8. extensions act on the ranks' reports
                                                   ──► 9. averages are published, and errors are raised
 
-All ranks exchange blocks in the same backward passes: if digests do not agree, in the first steps, for some steps after
-a surprise, and if buckets carry no digest.
+All ranks exchange blocks in the same backward passes: if their digests do not agree, in the first steps, for some steps
+after a surprise, and if there are no digests.
 
-With gradients on GPUs, ranks exchange blocks in every step and read them late, so that no rank waits for them during
-backward. Averages are published as soon as buckets are reduced. The blocks are read the next time gradients are
-accessed, usually by the optimizer step. Usually they do not affect the averages. If a rank reports a gradient outside
-the buckets, however, its average is complete only after the blocks are read. Code that used the average earlier used a
-wrong value.
+With gradients on GPUs, digests are on a board, and ranks read it late, so that no rank waits for another during
+backward: averages are published as soon as buckets are reduced, and the board is read the next time gradients are
+accessed, usually by the optimizer step. If digests differ then, blocks are exchanged then. Usually they do not affect
+the averages. If a rank reports a gradient outside the buckets, however, its average is complete only after the blocks
+are read. Code that used the average earlier used a wrong value.
 """
 
 from __future__ import annotations
@@ -42,41 +42,37 @@ USUAL_STEPS = 16
 """Number of blocks without a surprise that must follow a block with one before blocks are read late again."""
 CONTROL_EXCHANGE = "exchange of control blocks"
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
-_version_of: Callable[[Tensor], int] = attrgetter("_version")
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+NO_COPIES: Mapping[int, int] = MappingProxyType({})
 
 
 def patience() -> int:
-    """Return the number of unsurprising blocks required before late reading; 0 in tests that always read late."""
+    """Return the number of unsurprising blocks required after a surprise; 0 in tests that always read late."""
     return 0 if os.environ.get(TEST_HOST_CHANNEL) == "always" else USUAL_STEPS
 
 
-class LateReading:
-    """Decides from earlier blocks whether the next one may be read late; the decision is the same on all ranks.
+class QuietSteps:
+    """Decides from earlier steps whether the next one may do without control blocks; the same on all ranks.
 
-    A block with a surprise (a late delta, a sparse gradient, an exception on another rank) requires more collectives.
-    If one rank ran them at the end of its backward pass and another at its optimizer step, the two could wait for each
-    other forever if the training loop has a collective in between. So the decision depends only on blocks of earlier
-    steps, which every rank has read.
+    A step with a surprise (a late delta, a sparse gradient, an exception on another rank) requires more collectives.
+    With a board, one rank could run them at the end of its backward pass and another at its optimizer step, and the two
+    would wait for each other forever if the training loop has a collective in between. So after a surprise, blocks are
+    exchanged at the end of each backward pass for a while. The decision depends only on reports of earlier steps, which
+    every rank has read.
 
     Args:
-        is_wanted: whether blocks use a separate channel from the gradients, so that reading late is worthwhile.
-        patience: number of blocks without a surprise required after one with a surprise; 0 to always read late.
+        patience: number of blocks without a surprise required after one with a surprise; 0 for none.
     """
 
     is_quiet: bool
     """Whether the latest blocks had no surprise, so that none is expected in the next one."""
 
-    def __init__(self, *, is_wanted: bool, patience: int = USUAL_STEPS) -> None:
-        self._is_wanted, self._patience = is_wanted, patience
+    def __init__(self, patience: int = USUAL_STEPS) -> None:
+        self._patience = patience
         # Number of unsurprising blocks still required. The first block is read immediately, to get the order of
         # arrival.
         self._missing = min(1, patience)
         self.is_quiet = self._missing == 0
-
-    @property
-    def is_allowed(self) -> bool:
-        """Whether the next block may be read late, on every rank."""
-        return self._is_wanted and self.is_quiet
 
     def note(self, *, is_usual: bool) -> None:
         """Record that a block was read; `is_usual` if it had no surprise."""
@@ -85,41 +81,51 @@ class LateReading:
 
 
 class EarlyAverages:
-    """Averages as first published in ``p.grad``, with a check of whether they have been changed or used since.
+    """Averages as published before reports were read, and a check of whether they have been changed or used since.
 
     Args:
         rank: this rank.
-        trained: the parameters, whose ``grad`` has been set.
+        trained: the parameters, whose ``grad`` is set.
         buckets: their buckets.
-        shown: the averages as first published, one for each parameter.
     """
 
-    def __init__(self, rank: int, trained: Trained, buckets: BucketSet, shown: Sequence[Tensor]) -> None:
-        self._rank, self._names, self._parameters = rank, trained.names, trained.parameters
-        self._buckets, self._shown = buckets, shown
-        # The views of a bucket share one version counter, because they are views of one tensor.
-        self._versions = [bucket.views[0]._version for bucket in buckets.buckets]
-        # Averages outside the buckets: they have another dtype, or a user kept an earlier gradient.
-        self._copies = {
-            index: shown[index]._version
-            for index in (range(len(shown)) if shown is not buckets.views else ())
-            if shown[index] is not buckets.views[index]
-        }
-        # An optimizer step increments the versions of parameters, but not of gradients.
-        self._updates = sum(map(_version_of, self._parameters))
+    def __init__(self, rank: int, trained: Trained, buckets: BucketSet) -> None:
+        self._rank, self._trained, self._buckets = rank, trained, buckets
+        self.shown: Sequence[Tensor] = ()
+        """The averages as published, one for each parameter."""
+        self.versions: list[int] = []
+        """Versions of :meth:`marks` at that time."""
+        self.copies: Mapping[int, int] = NO_COPIES
+        """Versions of the averages outside the buckets: they have another dtype, or a user kept an earlier gradient."""
+
+    def marks(self) -> list[Tensor]:
+        """Return the memory of each bucket's views and a parameter of each bucket, whose versions show a change.
+
+        All views of a bucket have the version of their memory. A hand-written update increments the versions of all
+        parameters, so one of each bucket is enough.
+        """
+        return [part.memory for part in self._buckets.bucket_views] + [owned[0] for owned in self._buckets.owned]
+
+    def note(self, shown: Sequence[Tensor]) -> None:
+        """Record that the averages `shown` have been published."""
+        self.shown, self.versions = shown, list(map(version_of, self.marks()))
+        views = self._buckets.views
+        outside = (index for index in range(len(shown)) if shown is not views and shown[index] is not views[index])
+        self.copies = {index: shown[index]._version for index in outside}
 
     def find_used(self, unfinished: Collection[int]) -> UsageError | None:
         """Return an error if one of the `unfinished` averages was used or changed before it was final."""
         if not unfinished:
             return None
+        now = list(map(version_of, self.marks()))
         # A GradScaler unscales gradients without incrementing their versions, so afterwards all gradients count as
         # used.
-        all_used = sum(map(_version_of, self._parameters)) != self._updates or have_unscaled()
+        all_used = now[len(self._buckets) :] != self.versions[len(self._buckets) :] or have_unscaled()
         used = [index for index in sorted(unfinished) if all_used or self._was_changed(index)]
         if not used:
             return None
         return UsageError(
-            f"rank {self._rank}: the gradient of {self._names[used[0]]!r} was changed or used before its "
+            f"rank {self._rank}: the gradient of {self._trained.names[used[0]]!r} was changed or used before its "
             "last part was added, which arrived after its bucket was reduced; call model.parameters() on "
             "the wrapper before changing them, as in clip_grad_norm_(model.parameters(), 1.0): this waits for all parts"
         )
@@ -130,25 +136,25 @@ class EarlyAverages:
         A gradient that the user has dropped since stays None.
         """
         for index in {*late, *out_of_bucket}:
-            parameter = self._parameters[index]
+            parameter = self._trained.parameters[index]
             # An unbucketed parameter's gradient is None until now, so None does not mean that the user dropped it.
             if parameter.grad is None and index not in self._buckets.unbucketed:
                 continue
             if index in out_of_bucket:
                 parameter.grad = out_of_bucket[index]
-            elif index in self._copies:
-                self._shown[index].copy_(self._buckets.views[index])
+            elif index in self.copies:
+                self.shown[index].copy_(self._buckets.views[index])
 
     def _was_changed(self, index: int) -> bool:
-        gradient = self._parameters[index].grad
+        gradient = self._trained.parameters[index].grad
         if index in self._buckets.unbucketed or gradient is None:
             return False
-        return gradient is not self._shown[index] or gradient._version != self._version_of(index)
+        return gradient is not self.shown[index] or gradient._version != self._version_of(index)
 
     def _version_of(self, index: int) -> int:
-        if index in self._copies:
-            return self._copies[index]
-        pairs = zip(self._buckets.buckets, self._versions, strict=True)
+        if index in self.copies:
+            return self.copies[index]
+        pairs = zip(self._buckets.buckets, self.versions, strict=False)
         return next(version for bucket, version in pairs if index in bucket.indices)
 
 
@@ -164,7 +170,7 @@ class Exchange:
         ledger: counts this rank's backward passes and weights.
         buffers: broadcasts buffers at the end of backward passes.
         extensions: the rare cases.
-        late_reading: decides from earlier steps whether blocks are launched regardless of digests, and read late.
+        quiet: decides from earlier steps whether blocks are launched regardless of digests.
         exposed_time: the total time that backward passes have waited for communication.
     """
 
@@ -177,12 +183,14 @@ class Exchange:
         ledger: Ledger,
         buffers: BufferSync,
         extensions: Extensions,
-        late_reading: LateReading,
+        quiet: QuietSteps,
         exposed_time: ExposedTime,
     ) -> None:
         self._trained, self._buckets, self._arrivals, self._channel = trained, buckets, arrivals, channel
         self._ledger, self._buffers, self._extensions = ledger, buffers, extensions
-        self._late_reading, self._exposed_time = late_reading, exposed_time
+        self._quiet, self._exposed_time = quiet, exposed_time
+        self.early = EarlyAverages(channel.rank, trained, buckets)
+        """The averages of a step whose reports are read late."""
         self.control = ControlBlock(trained.names, channel.rank, channel.size, channel.host.allocate)
         """This rank's control block."""
 
@@ -194,7 +202,13 @@ class Exchange:
         # Rank 0 reports its order of arrival while the order is unknown.
         is_asked = self._channel.rank == 0 and not self._arrivals.order_known and not cut_short
         order = arrival_order(observed, len(self._trained.parameters)) if is_asked and observed else []
-        status = self._ledger.report(self._channel.size, aborted=cut_short, has_new_parameters=has_new_parameters)
+        status = backward.status
+        if status is None and backward.is_early:  # the ledger has counted on since
+            assert backward.position is not None, "else the status was kept"
+            status = self._ledger.status_at(backward.position)
+        elif status is None:
+            size = self._channel.size
+            status = self._ledger.report(size, aborted=cut_short, has_new_parameters=has_new_parameters)
         with recorder.span(CONTROL):
             block = self.control.fill(
                 backward.absent, backward.non_finite, backward.late, status, backward.sparse, order
@@ -205,62 +219,30 @@ class Exchange:
 
     def run(self, backward: Backward, finisher: Finisher) -> Pausing[None]:
         """Act on the control blocks, and publish the averages; called once the `finisher` has reduced the buckets."""
-        if backward.is_read_late:
-            yield from self._read_late(backward, finisher)
-            return
         if not backward.sends_block:
-            # Digests did not agree. Every rank has read the same digests, so every rank launches its block now.
+            # Reports did not agree. Every rank has read the same ones, so every rank launches its block now.
             self.launch(backward)
             yield True
-        statuses = self._read(backward)
-        self._scale([status.note for status in statuses], finisher)
-        yield from self._act_on(backward, statuses)
-
-    def may_be_read_late(self, backward: Backward) -> bool:
-        """Return whether backward ends before blocks are read; all ranks that have not failed agree on this."""
-        return (
-            self._late_reading.is_allowed
-            and backward.task is not None  # not in sync_gradients()
-            and not (backward.is_cut_short or backward.is_resyncing)
-            and self._arrivals.order_known
-            and not (backward.is_shared or backward.reads_in_backward)
-            and not self._ledger.is_weight_pending  # blocks contain the scale of a weighted step
-            and (self._ledger.synchronizations < self._ledger.compare_at or self._ledger.compares_out_of_turn)
-        )
-
-    def _read_late(self, backward: Backward, finisher: Finisher) -> Pausing[None]:
-        self._scale([(0.0, UNWEIGHTED)] * self._channel.size, finisher)
-        averages = self._buckets.averages(backward.saved_gradients)
-        # If no rank used a parameter, its gradient must be None, so a rank without the gradient reads the blocks now to
-        # see whether any other rank has it. The other ranks need not take part, because every rank already receives the
-        # sum of the blocks.
-        if backward.absent:
-            self._wait(backward)
-        self._publish(backward, averages, _NOTHING, self.control.absent_everywhere() if backward.absent else [])
-        early = EarlyAverages(self._channel.rank, self._trained, self._buckets, averages)
-        # The rest runs outside autograd, whose threads may drop the graph task while blocks are being read. If `task`
-        # were still set, this would be mistaken for an exception.
-        backward.task = None
-        backward.enter(Phase.UNREAD)
-        yield False
-        backward.enter(Phase.WAITING)
-        statuses = self._read(backward)
-        if backward.has_report or not self.control.is_settled(statuses):
-            yield from self._act_on(backward, statuses, early)
-        else:  # most steps: the averages are final as published, and no rank has anything to report
-            self._ledger.stop_agreed = False
-
-    def _wait(self, backward: Backward) -> None:
-        """Wait for the other ranks' control blocks, if this has not been done yet."""
         if backward.block is not None:
             with recorder.span(WAIT, group=self._channel.name), self._exposed_time.of_host:
                 self._channel.wait(backward.block, CONTROL_EXCHANGE)
             backward.block = None
+        statuses = self.control.statuses()
+        if not backward.is_early:
+            self._scale([status.note for status in statuses], finisher)
+        yield from self._act_on(backward, statuses)
 
-    def _read(self, backward: Backward) -> list[Status]:
-        """Wait for the other ranks' control blocks if needed, and return every rank's status."""
-        self._wait(backward)
-        return self.control.statuses()
+    def publish_early(self, backward: Backward, finisher: Finisher) -> None:
+        """Publish the averages of an unweighted step, and end the backward pass; reports are read later."""
+        self._scale([(0.0, UNWEIGHTED)] * self._channel.size, finisher)
+        averages = self._buckets.averages(backward.saved_gradients)
+        # At least one rank has all gradients: either this one, or one whose report does not wait.
+        self._publish(backward, averages, _NOTHING, [])
+        self.early.note(averages)
+        # The rest runs outside autograd, whose threads may drop the graph task while reports are being read. If `task`
+        # were still set, this would be mistaken for an exception.
+        backward.is_early, backward.task = True, None
+        backward.enter(Phase.UNREAD)
 
     def _scale(self, notes: Notes, finisher: Finisher) -> None:
         """Turn the sums in the buckets into averages, given each rank's weight, and wait for the buffers."""
@@ -270,12 +252,13 @@ class Exchange:
 
     # -- 8. act on the ranks' reports, 9. averages are published ----------------------------------------------------
 
-    def _act_on(self, backward: Backward, statuses: list[Status], early: EarlyAverages | None = None) -> Pausing[None]:
+    def _act_on(self, backward: Backward, statuses: list[Status]) -> Pausing[None]:
         """Act on the control blocks; then publish the averages, or complete `early` ones."""
         if any(status.has_new_parameters for status in statuses):
             backward.is_abandoned = True
             return
         sparse, late = self.control.second_pass()
+        early = self.early if backward.is_early else None
         # Raise errors only after the collectives below, because the other ranks wait for this rank in them.
         backward.defer(partial(self.control.check, statuses))
         if early is not None and (used := early.find_used([*sparse, *late])) is not None:
@@ -284,7 +267,7 @@ class Exchange:
         for after_averages in self._extensions.after_averages:
             yield from after_averages(backward, exchanged)
         self._ledger.stop_agreed = any(status.asks_to_stop for status in statuses)
-        self._late_reading.note(is_usual=self._is_usual(backward, statuses))
+        self._quiet.note(is_usual=self._is_usual(backward, statuses))
         if early is None:
             averages = self._buckets.averages(backward.saved_gradients)
             self._publish(backward, averages, backward.out_of_bucket_averages, self.control.absent_everywhere())
@@ -296,7 +279,7 @@ class Exchange:
 
     def _is_usual(self, backward: Backward, statuses: Sequence[Status]) -> bool:
         """Return whether this backward pass could have done without a control block."""
-        if backward.digests_agree is None:
+        if backward.sends_block and backward.digests_agree is None:
             return self.control.is_without_surprise(statuses)
         # A scheduled comparison does not count as a surprise.
         return backward.digests_agree or any(status.compares for status in statuses)

@@ -50,8 +50,8 @@ class Finisher(Protocol):
         layer's collective between the finisher's collectives.
         """
 
-    def prescale(self, flat: Tensor) -> float:
-        """Return the factor to apply to gradients when they are copied into the bucket `flat`."""
+    def prepare(self, bucket: Bucket) -> None:
+        """Decide how a bucket is turned into averages: sets ``prescale`` and ``is_averaged``."""
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
         """Start communicating a bucket; `number` is its index in launch order."""
@@ -90,25 +90,32 @@ class AllReduce(Finisher):
         """Return True if sums block, because another rank may run a layer's collective before this bucket's."""
         return self.sums.blocks
 
-    def prescale(self, flat: Tensor) -> float:
-        """Return 1/N if scaling during the copy is faster than scaling the sums afterwards, else 1."""
+    def prepare(self, bucket: Bucket) -> None:
+        """Let the collective average if possible; otherwise scale by 1/N during the copy if that is faster."""
+        bucket.prescale, bucket.is_averaged = 1.0, False
+        if not self._prescales:
+            return
         # On CPUs only for powers of two: multiplying before the sum then gives bit-identical results, except for
         # numbers near the smallest that the dtype can represent.
-        if not self._prescales:
-            return 1.0
-        size = self.sums.size
+        flat, size = bucket.flat, self.sums.size
+        bucket.is_averaged = self.sums is self._channel and self._channel.averages(flat.dtype)
         divides = is_queued(flat.device) or (flat.nbytes >= _LARGE_BYTES and size & (size - 1) == 0)
-        return 1 / size if divides else 1.0
+        if divides and not bucket.is_averaged:
+            bucket.prescale = 1 / size
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
-        """Launch the sum, in place."""
+        """Launch the sum or mean, in place."""
         if recorder.bucket_watch is not None:
             show_own(recorder.bucket_watch, self._ledger, bucket.flat, bucket.prescale)
-        if bucket.prescale == 1.0 and bucket.flat.dtype is torch.float16:  # a sum of N may overflow, so divide first
-            bucket.flat.mul_(1 / self.sums.size)
+        if not (bucket.is_averaged or bucket.prescale != 1.0) and bucket.flat.dtype is torch.float16:
+            bucket.flat.mul_(1 / self.sums.size)  # a sum of N may overflow, so divide first
+        launched: Launched
+        if bucket.is_averaged:
+            launched = self._channel.all_reduce(bucket.memory, averages=True)
+        else:
+            launched = self.sums.all_reduce(bucket.memory)
         if recorder.detailed:
             recorder.mark(SENT, number)
-        launched = self.sums.all_reduce(bucket.memory)
         if recorder.detailed and isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
             # In shared memory, the reduction records this itself; on a GPU, torch's profiler does.
             launched.get_future().add_done_callback(lambda _: recorder.mark(DONE, number))
@@ -118,9 +125,12 @@ class AllReduce(Finisher):
         """Wait for the buckets in the order of launch."""
         wait = self._channel.wait
         box, is_recorded = recorder.box, recorder.on or is_profiling()
+        # If collectives end in order, the last bucket is enough.
+        first = len(buckets) - 1 if self._channel.is_ordered and buckets and not is_recorded else 0
+        self._channel.outstanding.count -= first
         # If only the black box records, all buckets share one context manager.
         shared = None if box is None or is_recorded else box.span(BUCKET_WAIT)
-        for number, launched in enumerate(buckets):
+        for number, launched in enumerate(buckets[first:], first):
             if box is not None:
                 box.bucket = number
             with recorder.span(BUCKET_WAIT, number) if is_recorded else shared or NOT_RECORDED:
@@ -131,9 +141,7 @@ class AllReduce(Finisher):
         sums: list[Bucket] = []
         means: list[Bucket] = []
         for bucket in buckets:
-            # These were already multiplied by 1/N, either when gradients were copied or in launch().
-            holds_means = bucket.prescale != 1.0 or bucket.flat.dtype is torch.float16
-            (means if holds_means else sums).append(bucket)
+            (means if bucket.holds_means else sums).append(bucket)
         for summed, compute in ((sums, compute_scale), (means, compute_correction)):
             if summed and (factor := compute(notes)) != 1.0:
                 multiply_each([bucket.flat for bucket in summed], factor)

@@ -170,7 +170,7 @@ class JoinedSteps(Extension):
         """Announce a synchronized backward pass with an exchange of control blocks."""
         # A rank without data has no gradients to base a decision on, so blocks are always exchanged and read in
         # backward.
-        backward.sends_block = backward.reads_in_backward = True
+        backward.sends_block = True
         backward.is_shadowed = self.announce(Event.BACKWARD)
 
     def begin_local(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.core import data_position
 from paceline.core.spans import recorder
 from paceline.core.torch_internals import current_task, queue_callback
-from paceline.ddp.control_block import OptimizerSettings, Status
+from paceline.ddp.control_block import NO_DATA, OptimizerSettings, Status
 from paceline.ddp.weights import (
     BY_SLICE,
     UNCOUNTED,
@@ -102,15 +102,23 @@ class Ledger:
                 return None
             self.add_up()  # the digest holds the weight
         numbers = status.weighting, status.forwards, status.optimizer_steps, self.settings.digest()
-        return (*numbers, *data_position.report(size))
+        return (*numbers, *(data_position.report(size) if data_position.taken.sources else NO_DATA))
+
+    def status_at(self, position: tuple[int, ...]) -> Status:
+        """Return the status that this rank had when :meth:`position` returned `position`; without its weight."""
+        weighting, forwards, optimizer_steps, settings, *data = position
+        origin = data_position.Origin(*data[: len(data_position.Origin._fields)])  # the rest are absent parameters
+        return Status(forwards, optimizer_steps, weighting=weighting, settings=settings, data=origin)
 
     def synchronized(self) -> None:
         """Count a synchronized step, which consumes the weights and the pending forward passes."""
         self.forwards_since_sync = 0
-        self.local_tasks.clear()
-        self._local_gradients.forget()
+        if self.local_tasks:
+            self.local_tasks.clear()
+            self._local_gradients.forget()
         self.synchronizations += 1
-        data_position.note_synchronization()
+        data_position.taken.sources.clear()
+        data_position.taken.synchronizations += 1
         self.status.weighting = 0
         self.blocks.unused.clear()
         if self._counted or self.kept.found is not None:
@@ -147,11 +155,6 @@ class Ledger:
         return sum((block.weight for block in self._counted if not any(drop() for drop in block.drops)), 0.0)
 
     # -- forwards -----------------------------------------------------------------------------------------------
-
-    def forward(self, *, broadcasts: bool) -> None:
-        """Count a forward pass in training mode; the number of passes with `broadcasts` must be equal on all ranks."""
-        self.status.forwards += broadcasts
-        self.forwards_since_sync += 1
 
     def take_back_forward(self) -> None:
         """Uncount the last forward pass, because its backward pass turned out to be local."""
@@ -206,7 +209,7 @@ class Ledger:
             self.backward_goes_on(block)
             return
         if task != self.task + 1 and self.task != -1:
-            self._note_other_backward()
+            self.note_other_backward()
         self.task = task
         self.current = None
         blocks = self.blocks
@@ -222,7 +225,7 @@ class Ledger:
         self._count(block)
         self._mistaken_means.check(block)
 
-    def _note_other_backward(self) -> None:
+    def note_other_backward(self) -> None:
         """Request a comparison of the replicas in the next step, after a backward pass that this wrapper did not see.
 
         That backward pass may have added a different gradient to the averages on each rank, making the weights drift

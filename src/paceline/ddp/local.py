@@ -103,8 +103,10 @@ class LocalEngine:
                 output.register_hook(partial(self._output_hook, block))
 
     def _output_hook(self, block: Block | None, gradient: Tensor) -> None:
+        forward = Forward()
+        forward.block = block
         if self._reducer is not None:
-            self._reducer.backward_reached(Forward(block), gradient)
+            self._reducer.backward_reached(forward, gradient)
             return
         task = self._task() if self._task is not None else None
         # An autograd thread may still hold the task of a backward pass that was interrupted by an exception.
@@ -123,7 +125,7 @@ class LocalEngine:
             self._ledger.keep_gradients(self._trained.names, parameters, is_last=False)
             return
         if self._has_peers:
-            self.connected().backward_reached(Forward(block), gradient)
+            self.connected().backward_reached(forward, gradient)
             return
         self._ledger.backward_began(block)
         self._ledger.forget_dropped(parameters, in_backward=True)

@@ -124,7 +124,7 @@ Named = list[tuple[str, nn.Parameter]]
 OnChange = Callable[[Named, bool], None]
 """Function called with all parameters to average, and with whether they are already being averaged."""
 Form = tuple[torch.Size, torch.dtype, torch.device]
-_requires_grad, _look = attrgetter("requires_grad"), attrgetter("shape", "dtype")
+_requires_grad, _look, _address = attrgetter("requires_grad"), attrgetter("shape", "dtype"), Tensor.data_ptr
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class ModuleWatch:
         if task == self._looked_in != -1:
             return self.change
         self._looked_in = task
-        # Look again if a change is pending: it may have been undone, for example by freezing, which _differs() does not
+        # Look again if a change is pending: it may have been undone, for example by freezing, which differs() does not
         # see.
-        if self.change is not None or self._differs():
+        if self.change is not None or self.differs():
             self.change = self._find()
             self._remember()
         return self.change
@@ -235,21 +235,32 @@ class ModuleWatch:
         self._others = [
             parameter for _, parameter in named if id(parameter) not in self._forms and not parameter.requires_grad
         ]
-        self._looks = list(map(_look, self._trained))
-        self._device = self._trained[0].device
+        self._looks, self._device = list(map(_look, self._trained)), self._trained[0].device
+        # A DTensor has no address of its own.
+        is_plain = all(type(parameter) in (nn.Parameter, Tensor) for parameter in self._trained)
+        self._addresses = list(map(_address, self._trained)) if is_plain else None
 
-    def _differs(self) -> bool:
+    def differs(self) -> bool:
+        """Return whether the module may have changed since it was last inspected; costs next to nothing."""
         try:
             if self._dicts != self._copies:
                 return True
         except Exception:  # == of two different tensors has no truth value
             return True
-        return (
-            any(held[key] is not value for held, key, value in self._single)
-            or any(map(_requires_grad, self._others))
-            or list(map(_look, self._trained)) != self._looks
-            or self._trained[0].device != self._device  # one is enough, because modules are moved as a whole
-        )
+        for held, key, value in self._single:
+            if held[key] is not value:
+                return True
+        if self._others and any(map(_requires_grad, self._others)):
+            return True
+        # Reading an address takes a third of the time of reading shape and dtype, and new memory has another one.
+        if self._addresses is not None and list(map(_address, self._trained)) == self._addresses:
+            return False
+        # One device is enough, because modules are moved as a whole.
+        if list(map(_look, self._trained)) != self._looks or self._trained[0].device != self._device:
+            return True
+        if self._addresses is not None:
+            self._addresses = list(map(_address, self._trained))
+        return False
 
 
 def _form(parameter: Tensor) -> Form:

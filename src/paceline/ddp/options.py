@@ -33,6 +33,8 @@ class Options:
 
     capacities: tuple[int, ...]
     """Bytes of the first, second, … bucket; the last one applies to all further buckets."""
+    merges_buckets: bool
+    """Whether all gradients of one dtype share a bucket if they fit in one, because the user has set no capacity."""
     check_finite: bool
     """Whether gradients are checked for NaN and Inf."""
     reduce_dtype: torch.dtype | None
@@ -85,6 +87,7 @@ class Options:
         return cls(
             init_sync=check_init_sync(init_sync),
             capacities=capacities(*capacity),
+            merges_buckets=capacity[0] is None and not capacity[1],
             unused=check_unused_parameters(unused[0], expected=unused[1]),
             check_finite=checks[0],
             reduce_dtype=check_reduce_dtype(reduce_dtype),

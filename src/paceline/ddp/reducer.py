@@ -28,6 +28,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,13 @@ from paceline.core import failpoints
 from paceline.core.spans import BACKWARD, GRADIENT, LAUNCH, WAIT, recorder
 from paceline.core.torch_internals import (
     Accumulators,
-    WithoutGradients,
     check_eager_backward,
     class_never_compiled,
     has_nonzero,
     is_plain_backward,
     is_profiling,
     queue_callback,
+    set_grad_enabled,
 )
 from paceline.ddp import abort
 from paceline.ddp.abort import unfinished
@@ -60,8 +61,8 @@ from paceline.ddp.backward import Backward, Forward, PendingForwards, Phase
 from paceline.ddp.buckets import BucketSet
 from paceline.ddp.buffers import BufferSync
 from paceline.ddp.channel import Channel, ExposedTime
-from paceline.ddp.control_block import Notes, StatusDigest, tail_width
-from paceline.ddp.exchange import CONTROL_EXCHANGE, Exchange, LateReading, patience
+from paceline.ddp.control_block import AWAITS, MORE, Notes, StatusDigest, content_of, tail_width
+from paceline.ddp.exchange import CONTROL_EXCHANGE, EarlyAverages, Exchange, QuietSteps, patience
 from paceline.ddp.extension_points import Extension, Extensions
 from paceline.ddp.finisher import AllReduce, Finisher, TreeSums
 from paceline.ddp.ledger import Ledger
@@ -116,14 +117,22 @@ class Reducer:
         names, parameters = self.trained.names, self.trained.parameters
         # Not on GPUs: to read the tail, the host would have to wait for all work queued on the device.
         tail = tail_width(channel.size) if channel.host is channel else 0
-        self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
-        self._digest = StatusDigest(channel.rank, channel.size)
-        self._late_reading = LateReading(is_wanted=channel.host is not channel, patience=patience())
+        dtype, merges = options.reduce_dtype, options.merges_buckets
+        self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, dtype, tail, merges=merges)
+        self.digest = StatusDigest(channel.rank, channel.size)
+        """Reads and writes the tail of the last bucket, on CPUs."""
+        self.board = None if channel.host is channel else channel.host.board
+        """Carries the ranks' reports if gradients are on GPUs."""
+        self.quiet = QuietSteps(patience())
+        """Decides whether the next step may do without control blocks."""
+        self.shortcut: Any = None
+        """The :class:`.FrozenStep`; None until the reducer is complete, and once it is closed."""
         self.finisher: Finisher = AllReduce(channel, ledger)
         """Reduces the buckets over the ranks."""
         self.exposed_time = ExposedTime(parameters[0].device if parameters else torch.device("cpu"))
         """The total time that backward passes have waited for communication."""
-        self.forwards = PendingForwards(ledger, self.backward_reached)
+        self.forwards = PendingForwards(ledger, lambda: self.trained.parameters, self.backward_reached)
+        self.hook_outputs = self.forwards.hook  # 2. the outputs of a forward are hooked
         self.extensions = Extensions()
         """The rare cases."""
         self._make_parts()
@@ -145,7 +154,7 @@ class Reducer:
             self.ledger,
             self.buffers,
             self.extensions,
-            self._late_reading,
+            self.quiet,
             self.exposed_time,
         )
         self._place_digest()
@@ -153,21 +162,14 @@ class Reducer:
     def _place_digest(self) -> None:
         """Decide for the current buckets and finisher which bucket carries the digest, and when to launch buckets."""
         for bucket in self.buckets.buckets:
-            bucket.prescale = self.finisher.prescale(bucket.flat)
+            self.finisher.prepare(bucket)
         self._launches_at_end = self.finisher.launches_at_end(shadowed=False)
         carries = self.buckets.has_tail and self.finisher.carries_tail
         # The number of buckets that may be launched before backward has ended: all except the digest's bucket.
         self._overlapped_buckets = len(self.buckets) - int(carries)
         # Number of the bucket that carries the digest, which is the last one; None if no digests are sent.
-        self._digest_in = self._overlapped_buckets if carries else None
-
-    # -- 2. the outputs of a forward are hooked -----------------------------------------------------------------
-
-    def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
-        """Hook the outputs of a forward pass, because the backward pass reaches them before any parameter."""
-        if (block := self.ledger.blocks.forward_ended()) is not None:
-            self.ledger.kept.look(self.trained.parameters)
-        self.forwards.hook(outputs, Forward(block, counts_if_averaged=counts_if_averaged))
+        self.digest_in = self._overlapped_buckets if carries else None
+        self._thaw()
 
     # -- 3. backward reaches one of them ------------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class Reducer:
         try:
             self.begin_in_graph_task(forward)
         finally:  # the peers begin the other wrappers anyway, so this rank owes their collectives too
-            if len(abort.members) > 1:
+            if len(abort.registered) > 1:
                 abort.begin_others(self)
 
     def begin_in_graph_task(self, forward: Forward | None) -> None:
@@ -213,7 +215,7 @@ class Reducer:
         # Only autograd references this bound method, so it dies with the graph task. This is how an exception is
         # detected. The references are weak, because `backward` references `ended` through `task`; a cycle would keep
         # launched works alive.
-        callback = self._advance_in_callback
+        callback = self.advance_in_callback
         ended = partial(abort.task_ended, weakref.ref(self), weakref.ref(backward))
         backward.task, backward.task_number = weakref.ref(callback, ended), ledger.task
         elsewhere = backward.averaged_elsewhere
@@ -223,15 +225,16 @@ class Reducer:
             backward.launches_at_end = True
             self.forwards.ignore_gradients(self.trained.parameters, elsewhere)
         queue_callback(callback)  # after the callback that restores the gradients
+        if self.shortcut is not None:
+            self.shortcut.step_begins()
 
     def begin(self) -> Backward:
         """Begin a backward pass. Until this returns, no collective is owed to peers."""
         self.channel.check_open()
         if self.extensions.is_stale:
             self.extensions.refresh()
-        is_quiet = self.arrivals.order_known and self._late_reading.is_quiet
-        sends_block = not is_quiet or self._digest_in is None
-        backward = Backward(sends_block=sends_block, launches_at_end=self._launches_at_end)
+            self._thaw()
+        backward = Backward(sends_block=self.sends_block(), launches_at_end=self._launches_at_end)
         try:
             for begin in self.extensions.begin:
                 begin(backward)
@@ -251,6 +254,19 @@ class Reducer:
         self.backward = backward
         unfinished.add(self.number)
         return backward
+
+    def _thaw(self) -> None:
+        if self.shortcut is not None:
+            self.shortcut.thaw()
+
+    def sends_block(self) -> bool:
+        """Return whether the next step exchanges control blocks regardless of digests; the same on all ranks."""
+        if not (self.arrivals.order_known and self.quiet.is_quiet):
+            return True
+        if self.board is None:
+            return self.digest_in is None
+        # Replicas are compared before the step that reads the board late.
+        return self.ledger.synchronizations >= self.ledger.compare_at and not self.ledger.compares_out_of_turn
 
     # -- 4. a gradient arrives ----------------------------------------------------------------------------------
 
@@ -273,7 +289,8 @@ class Reducer:
             launched, last = backward.launched, self._overlapped_buckets
             while len(launched) < last and (full := self.arrivals.gradients_if_complete(len(launched), index)):
                 self._launch(backward, full)
-        self.channel.progress()  # with shared memory, which has no thread, reductions advance in these hooks
+        if self.channel.advances_in_hooks:  # shared memory has no thread
+            self.channel.progress()
 
     # -- 5. a bucket is full ------------------------------------------------------------------------------------
 
@@ -290,8 +307,8 @@ class Reducer:
                 copy_one_by_one(backward, bucket, self.trained, self.channel.rank)
             for bucket_ready in self.extensions.bucket_ready:
                 bucket_ready(backward, bucket)
-            if number == self._digest_in:
-                self._write_digest(backward, bucket.tail)
+            if number == self.digest_in:
+                self.digest.write(bucket.tail, self._position(backward, self.buckets.rest), self.ledger.status.weight)
             backward.launched.append(self.finisher.launch(bucket, number))
 
     # -- 6. backward has ended ----------------------------------------------------------------------------------
@@ -302,22 +319,24 @@ class Reducer:
             backward_ended(backward)
         while len(backward.launched) < len(self.buckets.buckets):
             self._launch(backward)
-        if self._digest_in is None:  # otherwise done at the launch of the last bucket, to fill its tail
-            find_out_of_bucket(backward, self.trained, self.buckets.unbucketed)
-            # Not any(), because all must run: each may note something for the control block.
-            reports = [has_report(backward) for has_report in self.extensions.has_report]
-            backward.has_report = True in reports
+        if self.digest_in is None:  # otherwise done at the launch of the last bucket, to fill its tail
+            position = self._position(backward, self.trained.parameters)
+            if self.board is not None and not backward.sends_block:
+                self._post(backward, position)
         backward.end_arrival_span()
         self.buffers.launch()
         if backward.sends_block:
             self._exchange.launch(backward)
         backward.enter(Phase.WAITING)
 
-    def _write_digest(self, backward: Backward, tail: Tensor) -> None:
-        """Fill the tail of the last bucket: a digest, unless this rank has more to report."""
-        rest, unbucketed = self.buckets.rest, self.buckets.unbucketed
-        # Copying into buckets set ``p.grad`` to None, so a gradient in `rest` is unbucketed or arrived late.
-        if backward.absent or backward.sparse_in_buckets or unbucketed or (rest and not grads_are_none(rest)):
+    def _position(self, backward: Backward, emptied: Sequence[Tensor]) -> tuple[int, ...] | None:
+        """Return numbers that must be equal on every rank; None if this rank has more to report.
+
+        Copying into buckets has set the gradients of the parameters `emptied` to None, so a gradient there is
+        unbucketed or has arrived late.
+        """
+        unbucketed = self.buckets.unbucketed
+        if backward.absent or backward.sparse_in_buckets or unbucketed or not grads_are_none(emptied):
             find_out_of_bucket(backward, self.trained, unbucketed)
         # Not any(), because all must run: each may note something for the control block.
         reports = [has_report(backward) for has_report in self.extensions.has_report]
@@ -325,61 +344,124 @@ class Reducer:
             reports += [reports_absent(backward.absent) for reports_absent in self.extensions.reports_absent]
         has_more = True in reports or backward.out_of_bucket or backward.is_cut_short
         position = None if has_more else self.ledger.position(self.channel.size)
-        numbers = None if position is None else (*position, *backward.absent)
-        self._digest.write(tail, numbers, self.ledger.status.weight)
+        return position if position is None or not backward.absent else (*position, *backward.absent)
+
+    def _post(self, backward: Backward, position: tuple[int, ...] | None) -> None:
+        """Post this rank's report of the step on the board."""
+        assert self.board is not None, "else there would be a control block"
+        status = self.ledger.status
+        is_usual = status.weighting == UNWEIGHTED and not backward.absent and backward.task is not None
+        awaits = not is_usual or backward.is_shared or backward.is_resyncing
+        backward.position = position = None if backward.is_shared else position
+        if position is None:
+            backward.status = self.ledger.report(self.channel.size, aborted=backward.is_cut_short)
+        backward.content = content_of(position, awaits=awaits)
+        self.board.post(backward.content, status.weight if status.weighting & WEIGHTED else None)
 
     # -- 7. wait, and 9. averages are published -----------------------------------------------------------------
 
-    def _advance_in_callback(self) -> None:
+    def advance_in_callback(self) -> None:
         is_alone = len(unfinished) == 1 and self.backward is not None
         if (self if is_alone else abort.in_turn(self)).advance():
-            queue_callback(self._advance_in_callback)
+            queue_callback(self.advance_in_callback)
 
     def advance(self) -> bool:
         """Run the end of backward up to its next pause; returns whether to continue immediately."""
         backward = self.backward
         if backward is None or backward.phase is Phase.BROKEN:
             return False
-        with WithoutGradients():  # a gradient may have a graph
-            try:
-                if backward.phase is Phase.LAUNCHING:
-                    self._launch_rest(backward)
-                    return True
-                goes_on = self._finish(backward)
-            except BaseException:  # including KeyboardInterrupt, because the other ranks are in collectives
-                abort.break_off(self, backward)
-                raise
-            if goes_on is None:
-                self._end(backward)
-            return bool(goes_on)
+        are_enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)  # a gradient may have a graph
+        try:
+            if backward.phase is Phase.LAUNCHING:
+                self._launch_rest(backward)
+                return True
+            goes_on = self._finish(backward)
+        except BaseException:  # including KeyboardInterrupt, because the other ranks are in collectives
+            abort.break_off(self, backward)
+            raise
+        finally:
+            set_grad_enabled(are_enabled)
+        if goes_on is None:
+            self._end(backward)
+        return bool(goes_on)
 
     def _finish(self, backward: Backward) -> bool | None:
         """Wait and publish averages; returns None when done, otherwise whether to continue immediately."""
         if backward.exchange is None:
-            backward.is_read_late = backward.sends_block and self._exchange.may_be_read_late(backward)
-            self._wait(backward)
-            if self._digest_in is not None:
-                tail = self.buckets.buckets[self._digest_in].tail
-                notes = self._digest.read(tail, self.ledger.status.weighting)
-                if notes is not None and not backward.sends_block:
-                    self._publish_agreed(backward, notes)
+            if backward.phase is Phase.UNREAD:
+                backward.enter(Phase.WAITING)
+                if self._is_unanimous(backward):
+                    self.ledger.stop_agreed = False
                     return None
-                backward.digests_agree = notes is not None
+            else:
+                self.wait_for_buckets(backward)
+                if self._ends_without_blocks(backward):
+                    return None
+                if backward.is_early:
+                    return False
             backward.exchange = self._exchange.run(backward, self.finisher)
         goes_on = next(backward.exchange, None)
+        if not self.quiet.is_quiet:
+            self._thaw()
         if backward.is_abandoned:
             self._refuse_change(backward)
         elif backward.new_order:
             self._adopt_order(backward.new_order)
         return goes_on
 
-    def _wait(self, backward: Backward) -> None:
-        """Wait for the buckets, and for the control block unless it is read later."""
+    def wait_for_buckets(self, backward: Backward) -> None:
+        """Wait for the buckets, and for the control block if there is one."""
         with recorder.span(WAIT, group=self.channel.name), self.exposed_time:
             self.finisher.wait(backward.launched)
-            if backward.block is not None and not backward.is_read_late:
+            if backward.block is not None:
                 self.channel.wait(backward.block, CONTROL_EXCHANGE)
                 backward.block = None
+
+    def _ends_without_blocks(self, backward: Backward) -> bool:
+        """Publish the averages if no blocks are needed; return whether the step is over on all ranks."""
+        weighting = self.ledger.status.weighting
+        if self.digest_in is not None:
+            notes = self.digest.read(self.buckets.buckets[self.digest_in].tail, weighting)
+            backward.digests_agree = notes is not None
+            if notes is not None and not backward.sends_block:
+                self._publish_agreed(backward, notes)
+                return True
+        elif self.board is not None and not backward.sends_block:
+            if not backward.content & AWAITS:
+                self._exchange.publish_early(backward, self.finisher)
+            elif self._is_unanimous(backward):
+                weights = self.board.weights() if weighting & WEIGHTED else [0.0] * self.channel.size
+                self._publish_agreed(backward, [(weight, weighting) for weight in weights])
+                self.ledger.stop_agreed = False
+                return True
+            elif not (backward.is_resyncing or backward.is_shared or all(map(AWAITS.__and__, self.board.contents()))):
+                # A rank that does not wait exchanges its block later. It has all gradients, and they are unweighted.
+                backward.status = backward.status or self.ledger.report(self.channel.size)
+                self._exchange.publish_early(backward, self.finisher)
+        return False
+
+    def begin_exchange(self, backward: Backward) -> None:
+        """Continue with the exchange of control blocks, because the ranks' digests do not agree."""
+        backward.digests_agree = False
+        backward.exchange = self._exchange.run(backward, self.finisher)
+
+    @property
+    def early(self) -> EarlyAverages:
+        """The averages of a step whose reports are read late."""
+        return self._exchange.early
+
+    def _is_unanimous(self, backward: Backward) -> bool:
+        """Return whether all ranks have posted the same report and have no more to report; may wait for them."""
+        assert self.board is not None, "only a step with a board posts reports"
+        content = backward.content
+        if content <= AWAITS:
+            return False
+        if self.board.is_unanimous():
+            return True
+        with recorder.span(WAIT, group=self.channel.name), self.exposed_time.of_host:
+            contents = self.board.contents()
+        return all(other | AWAITS == content | AWAITS for other in contents)
 
     def _publish_agreed(self, backward: Backward, notes: Notes) -> None:
         """Publish the averages of a step if the ranks reported only their weights, given as `notes`."""
@@ -456,7 +538,7 @@ class Reducer:
                 forward.counts_if_averaged = False
                 self.ledger.take_back_forward()
         finally:
-            if len(abort.members) > 1:
+            if len(abort.registered) > 1:
                 abort.begin_others(self)
 
     def _begin_at_gradient(self, index: int, parameter: Tensor) -> None:
@@ -557,8 +639,10 @@ class Reducer:
             backward.launched.append(self.finisher.launch(zeros, number))
             memories.append(memory)
         self.buffers.launch()
+        if self.board is not None and not self.sends_block():
+            self.board.post(MORE | AWAITS)
         self._exchange.launch(backward, has_new_parameters=True)
-        self._wait(backward)
+        self.wait_for_buckets(backward)
         self.buffers.wait()
         for memory in memories:
             self.channel.free(memory)
@@ -660,8 +744,15 @@ class Reducer:
         """Read the other ranks' control blocks of the last backward pass, in all wrappers with unread blocks."""
         if not unfinished:
             return
-        if len(unfinished) == 1 and self.backward is not None and self.backward.phase is Phase.UNREAD:
-            self.complete()
+        backward, board = self.backward, self.board
+        if len(unfinished) == 1 and backward is not None and backward.phase is Phase.UNREAD:
+            # Nearly always all ranks have posted the same by now.
+            if board is not None and backward.content > AWAITS and board.is_unanimous():
+                self.ledger.stop_agreed = False
+                backward.phase, self.backward = Phase.OVER, None
+                unfinished.discard(self.number)
+            else:
+                self.complete()
         else:
             abort.read_all()  # for all wrappers, so that all ranks read in the same order
 
@@ -700,6 +791,8 @@ class Reducer:
 
     def close(self) -> None:
         """Remove the hooks from the parameters, and drop references to the reducer."""
+        self._thaw()
+        self.shortcut = None
         self.arrivals.close()
         self.trained.release()
         self.extensions.close()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import count
 from operator import itemgetter
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.core.spans import OPTIMIZER, recorder
-from paceline.core.torch_internals import current_task, never_compiled
+from paceline.core.torch_internals import current_task, is_profiling, never_compiled
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.weights import WEIGHTED
 from paceline.errors import UsageError
 
 _BY_HAND = (
@@ -42,42 +44,54 @@ class StepGuard:
         self._ledger, self._local_gradient = ledger, local_gradient
         self._all_parameters = all_parameters
         self._read_late = read_late
-        self._stepped: Callable[[], object] = lambda: None  # ends the span of the current step
-        self.guard(parameters)
-        # For each optimizer, the number of synchronizations at its last step.
-        self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._stepped: Callable[[], object] | None = None  # ends the span of the current step
+        self._number = next(_numbers)
         # The id of the optimizer that is stepping, and the number of synchronizations when its step began.
         self._outermost: tuple[int, int] | None = None
         _guards().add(self)
+        self.guard(parameters)
 
     def guard(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on, guard optimizer steps over `parameters`, which are averaged."""
         self._ours = self._ledger.settings.averaged = {
             id(parameter): index for index, parameter in enumerate(parameters)
         }
+        Watched.version += 1  # an optimizer may train parameters of other wrappers now
 
-    def before(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+    def before(self, optimizer: Watched, identity: int, *, has_closure: bool) -> None:
         """Check gradients before the optimizer steps; raises the errors of :meth:`check_whole` and ``read_late()``.
 
         With a closure, gradients are checked after each call of the closure instead, because the synchronized backward
         pass may run inside it.
-        """
-        if self._trains_ours(optimizer):
-            self._read_late()  # first, because this may complete averages that the step uses
-            if not has_closure:
-                self.check_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
-                self._synchronizations_seen[optimizer] = self._ledger.synchronizations
-            # One optimizer may step inside another, and only on some ranks (ZeroRedundancyOptimizer). If an outer step
-            # raised and never reached its end, it counts as over once new gradients exist.
-            if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
-                self._outermost = (id(optimizer), self._ledger.synchronizations)
-                self._stepped = recorder.open(OPTIMIZER, id(self))
 
-    def closure_ran(self, optimizer: Optimizer) -> None:
-        if self._trains_ours(optimizer):
-            self._read_late()
-            self.check_whole("optimizer.step(closure)", self._synchronizations_seen.get(optimizer, 0))
-            self._synchronizations_seen[optimizer] = self._ledger.synchronizations
+        Args:
+            optimizer: the optimizer, which trains parameters of the wrapper.
+            identity: its ``id``.
+            has_closure: whether it was given a closure.
+        """
+        self._read_late()  # first, because this may complete averages that the step uses
+        ledger = self._ledger
+        if not has_closure:
+            seen, number = optimizer.seen, self._number
+            if (
+                ledger.local_tasks
+                or ledger.status.weighting & WEIGHTED
+                or ledger.synchronizations == seen.get(number, 0)
+            ):
+                self.check_whole("optimizer.step()", seen.get(number, 0))
+            seen[number] = ledger.synchronizations
+        # One optimizer may step inside another, and only on some ranks (ZeroRedundancyOptimizer). If an outer step
+        # raised and never reached its end, it counts as over once new gradients exist.
+        if self._outermost is None or self._outermost[1] != ledger.synchronizations:
+            self._outermost = identity, ledger.synchronizations
+            is_recorded = recorder.on or recorder.box is not None or is_profiling()
+            self._stepped = recorder.open(OPTIMIZER, id(self)) if is_recorded else None
+
+    def closure_ran(self, optimizer: Watched) -> None:
+        """Check gradients after the closure of an optimizer, which trains parameters of the wrapper."""
+        self._read_late()
+        self.check_whole("optimizer.step(closure)", optimizer.seen.get(self._number, 0))
+        optimizer.seen[self._number] = self._ledger.synchronizations
 
     def check_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
         """Refuse gradients that are not fully averaged over the ranks or not divided by their weight.
@@ -110,16 +124,18 @@ class StepGuard:
             remedy = "the call runs in a hook, before this backward has averaged its gradients: step after it returns"
         return UsageError(f"{problem}; {remedy}")
 
-    def after(self, optimizer: Optimizer) -> None:
-        """Count the optimizer's step, unless it ran inside another optimizer's step."""
-        if self._outermost is not None and self._outermost[0] == id(optimizer):
+    def after(self, optimizer: Watched, number: int) -> None:
+        """Count the optimizer's step, unless it ran inside another optimizer's step; `number` is its ``id``."""
+        if self._outermost is not None and self._outermost[0] == number:
             self._outermost = None
-            self._stepped()
+            if self._stepped is not None:
+                self._stepped()
             self._ledger.status.optimizer_steps += 1
             stepped = self._ledger.settings.stepped
-            if (stepping := ref(optimizer, stepped.remove)) in stepped:
-                stepped.clear()
-            stepped.append(stepping)
+            if stepped != [optimizer.reference]:
+                if optimizer.reference in stepped:
+                    stepped.clear()
+                stepped.append(optimizer.reference)
             if self._ledger.local_tasks:  # the step did not call its closure
                 self.check_whole("optimizer.step(closure)")
 
@@ -148,9 +164,11 @@ class StepGuard:
 
     def has_state(self) -> bool:
         """Return whether any optimizer that has stepped keeps state, such as momentum."""
-        return any(optimizer.state for optimizer in self._synchronizations_seen)
+        optimizers = [watched.reference() for watched in list(_watched.values()) if self._number in watched.seen]
+        return any(optimizer.state for optimizer in optimizers if optimizer is not None)
 
-    def _trains_ours(self, optimizer: Optimizer) -> bool:
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Return whether `optimizer` trains a parameter of the wrapper."""
         return any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -184,6 +202,40 @@ def _find_unknown(optimizer: Optimizer) -> list[UnknownParameter]:
     ]
 
 
+class Watched:
+    """An optimizer that has stepped, and the guards of the wrappers whose parameters it trains."""
+
+    version = 0
+    """Number of changes to the parameters of all wrappers."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        number = id(optimizer)
+        self.reference = ref(optimizer, lambda _: _watched.pop(number, None))
+        self.seen: dict[int, int] = {}
+        """For each guard, by number, the number of synchronizations at the optimizer's last step."""
+        self.guards: list[ref[StepGuard]] = []
+        self.state: Any = None
+        """The version, and the id and length of each group's list, when the guards were looked up."""
+        self._groups: list[list[nn.Parameter]] = []  # kept alive so that their ids are not reused
+        self._size = -1
+        self.unknown: list[UnknownParameter] = []
+        """The parameters that no wrapper knew when their number was last found to have changed."""
+
+    def look_up(self, optimizer: Optimizer) -> None:
+        """Find the guards, because a wrapper or the optimizer's groups have changed."""
+        self._groups, guards = list(map(_params, optimizer.param_groups)), list(_guards())
+        self.state = Watched.version, list(map(id, self._groups)), list(map(len, self._groups))
+        self.guards = [ref(guard) for guard in guards if guard.trains(optimizer)]
+        size = sum(map(len, self._groups))
+        if size != self._size and any(guard.has_peers for guard in guards):
+            self._size, self.unknown = size, _find_unknown(optimizer)
+
+
+_watched: dict[int, Watched] = {}
+"""The living optimizers that have stepped, by id."""
+_numbers = count()
+
+
 @cache
 def _guards() -> WeakSet[StepGuard]:
     """Return the guards of this process; each lives as long as its wrapper.
@@ -192,28 +244,31 @@ def _guards() -> WeakSet[StepGuard]:
     middle of a step, while torch iterates over the hooks.
     """
     guards: WeakSet[StepGuard] = WeakSet()
-    # For each optimizer, its parameter count at the last search for unknown parameters, and those found then.
-    unknown: WeakKeyDictionary[Optimizer, tuple[int, list[UnknownParameter]]] = WeakKeyDictionary()
 
     @never_compiled
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
-        has_closure = callable(closure)
-        for guard in list(guards):
-            guard.before(optimizer, has_closure=has_closure)
-        count, previous = unknown.get(optimizer, (-1, []))
-        if count == (size := sum(map(len, map(_params, optimizer.param_groups)))):
-            for parameter in previous:
-                for guard in list(guards):
-                    guard.refuse(parameter, optimizer)
-        elif any(guard.has_peers for guard in list(guards)):
-            unknown[optimizer] = size, _find_unknown(optimizer)
-        return _with_check(optimizer, closure, args, kwargs) if has_closure else None
+        has_closure, number = callable(closure), id(optimizer)
+        if (watched := _watched.get(number)) is None:
+            watched = _watched[number] = Watched(optimizer)
+        groups = list(map(_params, optimizer.param_groups))
+        if not watched.guards or watched.state != (Watched.version, list(map(id, groups)), list(map(len, groups))):
+            watched.look_up(optimizer)
+        for reference in watched.guards:
+            if (guard := reference()) is not None:
+                guard.before(watched, number, has_closure=has_closure)
+        for parameter in watched.unknown:
+            for guard in list(guards):
+                guard.refuse(parameter, optimizer)
+        return _with_check(watched, closure, args, kwargs) if has_closure else None
 
     @never_compiled
     def after(optimizer: Optimizer, *_: Any) -> None:
-        for guard in list(guards):
-            guard.after(optimizer)
+        number = id(optimizer)
+        if (watched := _watched.get(number)) is not None:  # None if the first wrapper was made during the step
+            for reference in watched.guards:
+                if (guard := reference()) is not None:
+                    guard.after(watched, number)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -221,15 +276,16 @@ def _guards() -> WeakSet[StepGuard]:
 
 
 def _with_check(
-    optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    watched: Watched, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of ``optimizer.step()``, with the closure replaced by one that also checks gradients."""
 
     @never_compiled
     def checked() -> Any:
         loss = closure()
-        for guard in list(_guards()):
-            guard.closure_ran(optimizer)
+        for reference in watched.guards:
+            if (guard := reference()) is not None:
+                guard.closure_ran(watched)
         return loss
 
     if len(args) > 1:

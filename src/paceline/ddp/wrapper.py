@@ -35,10 +35,12 @@ from paceline.core.torch_internals import (
     has_nonzero,
     is_in_backward,
     is_plain,
+    is_profiling,
     never_compiled,
 )
 from paceline.core.unwrapping import joins, plain_name
 from paceline.core.virtual_ranks import slices_of_rank
+from paceline.ddp.abort import unfinished
 from paceline.ddp.backward import tensors_in
 from paceline.ddp.buckets import FIRST_CAPACITY
 from paceline.ddp.connection import Connection, Replica, connect, while_alive
@@ -95,7 +97,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
             are equal on all ranks; ``"verify"`` also raises unless the values are equal; ``False`` does neither.
         process_group: the ranks to average over; all ranks by default.
-        bucket_cap_mb: bucket capacity in MiB.
+        bucket_cap_mb: bucket capacity in MiB; by default 25, after a first bucket of 1 if one is not enough for all.
         bucket_cap_mb_list: capacities in MiB of the first, second, … bucket, in launch order.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; takes precedence over it.
         lazy_bucket_allocation: must be ``False``, because ``p.grad`` is a view of the buckets.
@@ -291,10 +293,28 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             return self._call_module(None, inputs, kwargs)
         if self._replica.ledger.inputs is None and self._connection is not None and self.training:
             self._digest_inputs(inputs, kwargs)
-        counts_if_averaged = self._begin_forward()
-        with recorder.span(FORWARD):
+        if failpoints.orders:
+            failpoints.strike("forward")
+        connection, counts_if_averaged = self._connection, False
+        if self.training and connection is not None:
+            # 1. forward begins: buffers are synchronized if due
+            channel, ledger = connection.channel, self._replica.ledger
+            is_due = unfinished or connection.joined_steps.enabled or ledger.synchronizations >= ledger.compare_at
+            if is_due or channel.key not in channel.living:
+                self._prepare_forward(connection)
+            # A forward pass that broadcasts buffers counts regardless of its backward, because all ranks ran the
+            # broadcast.
+            counts_if_averaged = self._engine.sync_enabled and not connection.buffers.forward_begins()
+        if recorder.on or recorder.box is not None or is_profiling():
+            with recorder.span(FORWARD):
+                output = self._call_module(self, inputs, kwargs)
+        elif self._low_precision is None and not self._replica.ledger.is_on_empty_slice:
+            output = call_module(self, self._modules["module"], inputs, kwargs)  # the attribute takes longer
+        else:
             output = self._call_module(self, inputs, kwargs)
-        self._end_forward(output, counts_if_averaged)
+        # 2. outputs are hooked: these are the first tensors that backward reaches
+        outputs = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        self._engine.hook_outputs(outputs, counts_if_averaged=counts_if_averaged)
         return output
 
     @compiled_below
@@ -311,13 +331,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             return call(wrapper, self.module, inputs, kwargs)
 
     @never_compiled
-    def _begin_forward(self) -> bool:
-        """Prepare a forward pass on all ranks; returns whether it counts only if its backward pass is averaged."""
-        # 1. forward begins: buffers are synchronized if due
-        if failpoints.orders:
-            failpoints.strike("forward")
-        if not self.training or (connection := self._connection) is None:
-            return False
+    def _prepare_forward(self, connection: Connection) -> None:
+        """Prepare a forward pass in training mode if there is more to do than usual."""
         if (ledger := self._replica.ledger).synchronizations >= ledger.compare_at:
             connection.replica_check.note()
         connection.channel.check_open()
@@ -325,8 +340,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._engine.resync_aborted()
         if connection.joined_steps.enabled:
             connection.joined_steps.forward_begins()
-        # A forward pass that broadcasts buffers counts regardless of its backward, because all ranks ran the broadcast.
-        return self._engine.sync_enabled and not connection.buffers.forward_begins()
 
     @never_compiled
     def _digest_inputs(self, inputs: Any, kwargs: Any) -> None:
@@ -339,11 +352,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         is_constant = all(bool((head == head[0]).all()) for head in heads)
         digests = (int(quick_digest(head)) for head in heads)
         self._replica.ledger.inputs = 0 if is_constant else short(derive_seed("inputs", *digests))
-
-    @never_compiled
-    def _end_forward(self, output: Any, counts_if_averaged: bool) -> None:
-        # 2. outputs are hooked: these are the first tensors that backward reaches
-        self._engine.hook_outputs(tensors_in(output), counts_if_averaged=counts_if_averaged)
 
     # -- synchronization of gradients ---------------------------------------------------------------------------
 
@@ -656,7 +664,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def exposed_seconds(self) -> float:
         """Total seconds that backward passes have waited for communication at their end, since the wrapper was created.
 
-        On a GPU, this is GPU time and does not yet include the latest steps.
+        On a GPU, this is GPU time, estimated from a sample of the steps, and does not yet include the latest ones.
         """
         time = self._engine.exposed_time
         return 0.0 if time is None else time.seconds

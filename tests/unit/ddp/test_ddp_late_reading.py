@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
-from insides import TEST_HOST_CHANNEL, USUAL_STEPS, ControlBlock, LateReading, backward_of, engine_of, queue_callback
+from insides import TEST_HOST_CHANNEL, USUAL_STEPS, ControlBlock, QuietSteps, backward_of, engine_of, queue_callback
 from insides import reducer as steps
 from models import Trip
 from paceline import World
@@ -333,10 +333,10 @@ def test_graph_task_dropped_while_reading_is_not_mistaken_for_an_exception(pools
 # -- the decision -----------------------------------------------------------------------------------------------------
 
 
-def test_late_reading_starts_after_a_usual_step_and_pauses_after_a_surprise() -> None:
-    reading_late = LateReading(is_wanted=True)
+def test_steps_are_quiet_after_a_usual_step_and_not_for_a_while_after_a_surprise() -> None:
+    quiet = QuietSteps()
     allowed = []
     for usual in [True, True, False, *[True] * (USUAL_STEPS + 1)]:
-        allowed.append(reading_late.is_allowed)
-        reading_late.note(is_usual=usual)
+        allowed.append(quiet.is_quiet)
+        quiet.note(is_usual=usual)
     assert allowed == [False, True, True, *[False] * USUAL_STEPS, True]
