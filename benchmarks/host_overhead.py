@@ -1,20 +1,29 @@
-"""Host time that a wrapper adds to a bare backward pass: hooks, bookkeeping and launches, measured with tiny tensors.
+"""Host time that a wrapper adds to a bare step: hooks, bookkeeping and launches, measured with tiny tensors.
 
     layout     parameters   buckets
+    tiny                8         1
     small              16         3
     medium            160         8
     large             290        15   the number of parameters of SmolLM2-360M
     dense             161        29   the number of parameters of ResNet-50
 
-Compares with torch's reducer in its two faster settings, ``gradient_as_bucket_view`` and ``batched_grad_copy``. All
-variants take turns in one run, on one rank and on two. A turn is the median of many backward passes, and "added" is a
-turn minus the bare turn of the same round. There are three clocks: wall time, CPU time of the thread that runs
-backward, and CPU time of the process, which includes Gloo's threads. On shared cores, thread time is the steadiest. On
-GPUs, it is the relevant time, because the reduction itself runs elsewhere.
+A step is a forward, a backward, an optimizer step and zero_grad. All variants take turns in one run; torch DDP's
+reducer is in its two faster settings, ``gradient_as_bucket_view`` and ``batched_grad_copy``. A turn is the median of
+many steps, and "added" is a turn minus the bare turn of the same round. There are three clocks: wall time, CPU time of
+the thread that runs the step, and CPU time of the process, which includes Gloo's threads. On shared cores, thread time
+is the steadiest. On GPUs, it is the relevant time, because the reduction itself runs elsewhere.
 
 On one rank, the backend does nothing, so only the reducer's time remains. By default, Paceline uses no reducer on one
 rank; "paceline reducer" forces one. On two ranks, "paceline on gloo" leaves the reduction to Gloo's threads, like torch
 DDP, and "paceline" reduces in shared memory, in the thread that runs backward.
+
+With ``--beside-gpu``, Paceline takes the path of ranks whose gradients are on GPUs: reports are read at the optimizer
+step, and stand-ins take the place of the device's events and of its queries, so their own time is not included. With
+``--backward-thread``, backward runs in a second thread on another core, as autograd's does for a device.
+
+``paceline run`` gives every rank a black box, which Paceline's variants write to in every step. "no black box" is the
+same wrapper without it, as under torchrun. Every wrapper of the process is told of an optimizer step, so name a single
+one with ``--variants`` for the exact ratio of a model that is wrapped once.
 
 Run by: paceline run --nproc 2 benchmarks/host_overhead.py --help
 Decision 0051 has the results.
@@ -23,15 +32,24 @@ Decision 0051 has the results.
 from __future__ import annotations
 
 import gc
+import os
 import statistics
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hooks
 
 import nothing
 import paceline
@@ -47,10 +65,15 @@ from harness import (
     take_turns,
     without_collections,
 )
+from paceline.core.spans import recorder
+from paceline.ddp import finisher
+from paceline.ddp.channel import TEST_HOST_CHANNEL
+from paceline.ddp.extensions import GraphCapture
 
 ELEMENTS = 64
 """Elements of each parameter."""
 VIEWS, BATCHED = "torch views", "torch batched"
+NO_BOX = ", no black box"
 
 
 @dataclass(frozen=True)
@@ -66,7 +89,13 @@ class Layout:
         return -(-self.parameters // self.buckets) * ELEMENTS * 4 / 2**20
 
 
-LAYOUTS = {"small": Layout(16, 3), "medium": Layout(160, 8), "large": Layout(290, 15), "dense": Layout(161, 29)}
+LAYOUTS = {
+    "tiny": Layout(8, 1),
+    "small": Layout(16, 3),
+    "medium": Layout(160, 8),
+    "large": Layout(290, 15),
+    "dense": Layout(161, 29),
+}
 
 
 class Chain(nn.Module):
@@ -83,7 +112,54 @@ class Chain(nn.Module):
         return x.sum()
 
 
-def wrappers(layout: Layout, world: int, gloo: dist.ProcessGroup, alone: dist.ProcessGroup) -> dict[str, nn.Module]:
+class PassedEvent:
+    """Takes the place of a device event that the device has passed."""
+
+    def record(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return that the device has passed the event."""
+        return True
+
+    def elapsed_time(self, _end: PassedEvent) -> float:
+        """Return the milliseconds between two events."""
+        return 0.0
+
+
+def is_not_capturing() -> bool:
+    """Takes the place of torch's function that asks the driver, which is also a call in Python."""
+    return False
+
+
+@contextmanager
+def beside_gpu() -> Iterator[None]:
+    """Make wrappers of the block take the path of ranks whose gradients are on GPUs, with tensors on the CPU."""
+    with (
+        mock.patch.dict(os.environ, {TEST_HOST_CHANNEL: "always"}),
+        mock.patch.object(finisher, "is_queued", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", is_not_capturing),
+    ):
+        yield
+
+
+def as_beside_gpu(model: Any) -> nn.Module:
+    """Give the parts of a wrapper that ask for the type of the device a GPU; all names of such internals are here."""
+    gpu: Any = SimpleNamespace(type="cuda")
+    reducer = model._engine.connected()
+    exposed = reducer.exposed_time
+    exposed.device, exposed.of_host, exposed._event = gpu, nullcontext(), PassedEvent
+    for extension in reducer.extensions.all:
+        if isinstance(extension, GraphCapture):
+            extension._device = gpu
+    reducer.extensions.is_stale = True
+    wrapped: nn.Module = model
+    return wrapped
+
+
+def wrappers(
+    layout: Layout, world: int, gloo: dist.ProcessGroup, alone: dist.ProcessGroup, *, gpu: bool
+) -> dict[str, nn.Module]:
     """Return the models to compare, by name. The group `gloo` has all ranks, `alone` only this rank."""
     cap = layout.bucket_cap_mb
     theirs = partial(nn.parallel.DistributedDataParallel, process_group=gloo if world > 1 else alone, bucket_cap_mb=cap)
@@ -93,42 +169,83 @@ def wrappers(layout: Layout, world: int, gloo: dist.ProcessGroup, alone: dist.Pr
         VIEWS: theirs(Chain(layout.parameters), gradient_as_bucket_view=True),
         BATCHED: theirs(Chain(layout.parameters), batched_grad_copy=True),
     }
-    if world == 1:
+    if gpu:
+        group = gloo if world > 1 else alone
+        found["paceline beside a GPU"] = as_beside_gpu(ours(Chain(layout.parameters), process_group=group))
+    elif world == 1:
         reducing = ours(Chain(layout.parameters), process_group=alone)
         reducing._connect()
-        return found | {"paceline": ours(Chain(layout.parameters), process_group=alone), "paceline reducer": reducing}
-    return found | {
-        "paceline": ours(Chain(layout.parameters)),
-        "paceline on gloo": ours(Chain(layout.parameters), process_group=gloo),
-    }
+        found |= {"paceline": ours(Chain(layout.parameters), process_group=alone), "paceline reducer": reducing}
+    else:
+        found["paceline"] = ours(Chain(layout.parameters))
+        found["paceline on gloo"] = ours(Chain(layout.parameters), process_group=gloo)
+    boxed = [name for name in found if name.startswith("paceline") and recorder.box is not None]
+    return found | {name + NO_BOX: found[name] for name in boxed}
 
 
-def turn(model: nn.Module, repeat: int) -> dict[str, Clocks]:
-    """Run `repeat` steps. Return the median seconds of backward alone, and of forward and backward."""
+@contextmanager
+def surroundings_of(name: str) -> Iterator[None]:
+    """Remove what Paceline leaves in a process, while a variant that does without it runs."""
+    with ExitStack() as stack:
+        if not name.startswith("paceline"):  # torch calls our hooks for every optimizer
+            stack.enter_context(mock.patch.dict(global_pre_hooks, clear=True))
+            stack.enter_context(mock.patch.dict(global_post_hooks, clear=True))
+        if name.endswith(NO_BOX):
+            stack.enter_context(mock.patch.object(recorder, "box", None))
+        yield
+
+
+def turn(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, pool: ThreadPoolExecutor | None, repeat: int
+) -> dict[str, Clocks]:
+    """Run `repeat` steps. Return the median seconds of backward alone, and of the whole step."""
     x = torch.ones(ELEMENTS)
-    whole: list[list[int]] = []
-    backward: list[list[int]] = []
+    rows: dict[str, list[list[int]]] = {"backward": [], "whole step": []}
     dist.barrier()
-    with without_collections():
+
+    def backward(loss: Tensor) -> list[int]:
+        began = now()
+        loss.backward()
+        return between(began, now())
+
+    with without_collections(), surroundings_of(name):
         for _ in range(repeat):
-            loss_began = now()
-            loss = model(x)
             began = now()
-            loss.backward()
-            ended = now()
-            whole.append(between(loss_began, ended))
-            backward.append(between(began, ended))
-            for parameter in model.parameters():
-                parameter.grad = None
-    return {"backward": medians(backward), "forward and backward": medians(whole)}
+            loss = model(x)
+            forward_ended = now()
+            row = backward(loss) if pool is None else pool.submit(backward, loss).result()
+            backward_ended = now()
+            optimizer.step()
+            optimizer.zero_grad()
+            rest = between(backward_ended, now())
+            rows["backward"].append(row)
+            rows["whole step"].append(
+                [sum(parts) for parts in zip(between(began, forward_ended), row, rest, strict=True)]
+            )
+    return {part: medians(measured) for part, measured in rows.items()}
 
 
-def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str, dict[str, dict[str, float]]]:
+def other_core(rank: int) -> ThreadPoolExecutor:
+    """Return a pool of one thread, which has another core than the calling thread; both are pinned."""
+    cores = sorted(os.sched_getaffinity(0))
+    own, other = cores[rank % len(cores)], cores[(rank + 1) % len(cores)]
+    pool = ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, {other}))
+    pool.submit(int).result()  # a thread that starts later would be pinned with this one
+    os.sched_setaffinity(0, {own})
+    return pool
+
+
+def compare(
+    models: dict[str, nn.Module], rounds: int, repeat: int, pool: ThreadPoolExecutor | None
+) -> dict[str, dict[str, dict[str, float]]]:
     """Return the median milliseconds that each model adds according to each clock, and ratios to torch DDP."""
-    turns = {name: partial(turn, model, repeat) for name, model in models.items()}
-    measured = take_turns(turns, rounds)
+    turns = {
+        name: partial(turn, name, model, torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True), pool, repeat)
+        for name, model in models.items()
+    }
+    measured = take_turns(turns, rounds, warm_up=2, rotated=True)  # long enough for the frozen step
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for what in ("backward", "forward and backward"):
+    for what in ("backward", "whole step"):
         added: dict[str, dict[str, list[float]]] = {}
         for name in models:
             pairs = list(zip(measured[name], measured["bare"], strict=True))
@@ -140,7 +257,7 @@ def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str,
             if name == "bare":
                 continue
             result[name] = {clock: 1000 * statistics.median(added[name][clock]) for clock in CLOCKS}
-            for rival in (VIEWS, BATCHED):
+            for rival in models.keys() & {VIEWS, BATCHED}:
                 if name.startswith("paceline"):
                     for clock in CLOCKS:
                         result[name][f"{clock} / {rival}"] = median_ratio(added[name][clock], added[rival][clock])
@@ -151,8 +268,11 @@ def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str,
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2], help="world sizes: 1, or the size of the job")
-    parser.add_argument("--repeat", type=int, default=40, help="backward passes per turn")
+    parser.add_argument("--worlds", nargs="+", type=int, help="world sizes: 1 and the size of the job by default")
+    parser.add_argument("--variants", nargs="+", help="wrappers beside bare and torch views; all by default")
+    parser.add_argument("--repeat", type=int, default=40, help="steps per turn")
+    parser.add_argument("--beside-gpu", action="store_true", help="take the path of ranks whose gradients are on GPUs")
+    parser.add_argument("--backward-thread", action="store_true", help="run backward in a thread on another core")
     parser.add_argument("--quick", action="store_true", help="run few rounds, and write no file")
     options = parser.parse_args()
     if options.quick:
@@ -161,14 +281,19 @@ def main() -> None:
     gloo = dist.new_group(backend="gloo")
     nothing.register()
     alone = [dist.new_group([rank], backend=nothing.NAME) for rank in range(world.size)][world.rank]
+    pool = other_core(world.rank) if options.backward_thread else None
     table = Table("layout", "world", "wrapper", *CLOCKS, *(f"{clock} / views" for clock in CLOCKS), title="added, ms")
     results = {}
     for name in options.layouts:
-        for size in options.worlds:
-            models = wrappers(LAYOUTS[name], size, gloo, alone)
-            result = compare(models, options.rounds, options.repeat)
+        for size in options.worlds or sorted({1, world.size}):
+            with beside_gpu() if options.beside_gpu else nullcontext():
+                models = wrappers(LAYOUTS[name], size, gloo, alone, gpu=options.beside_gpu)
+                for variant in models.keys() - {"bare", VIEWS, *(options.variants or models)}:
+                    del models[variant]
+                gc.collect()
+                result = compare(models, options.rounds, options.repeat, pool)
             results[f"{name}, world of {size}"] = result
-            for variant, row in result["forward and backward"].items():
+            for variant, row in result["whole step"].items():
                 times = [f"{row[clock]:.3f}" for clock in CLOCKS]
                 ratios = [f"{row[key]:.2f}" if (key := f"{clock} / {VIEWS}") in row else "" for clock in CLOCKS]
                 table.add_row(name, str(size), variant, *times, *ratios)
@@ -177,7 +302,8 @@ def main() -> None:
     if world.is_main:
         Console(width=120).print(table)
         if not options.quick:
-            print("kept in", save("host-overhead", results))
+            suffix = "-beside-gpu" * options.beside_gpu + "-backward-thread" * options.backward_thread
+            print("kept in", save(f"host-overhead{suffix}", results))
     world.close()
 
 
