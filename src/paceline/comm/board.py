@@ -27,7 +27,7 @@ _MIX = 0x9E3779B97F4A7C15
 _PLACES = (0, 3)
 """Index of the word of a report with an even number, and with an odd one; the weight and its check follow."""
 _SPINS_S, _NAP_S = 0.0004, 0.001
-"""Seconds of polling before the first sleep, if every rank has a core; and the longest sleep."""
+"""Seconds of polling before the first sleep, if every rank has a core; and the first sleep of the engine."""
 
 
 @class_never_compiled

@@ -53,7 +53,9 @@ _UNANNOUNCED = 16
 _NAP_S = 1.0
 """Longest single sleep. If this process is stopped, no more than this counts toward the timeout."""
 _LEAST_NAP_S = 0.002
-"""Time that a shorter nap may take."""
+"""A shorter nap counts at most this much toward the timeout."""
+_LONGEST_POLL_S = 0.02
+"""Longest nap in a wait for reports, which do not ring."""
 _REMEDY = "see the error of that rank, then restart from the last checkpoint"
 
 Waits = dict[str, Sequence[Any]]
@@ -271,7 +273,7 @@ class Engine:
         return {rank: peer.posted if is_over is is_computed else peer.done for rank, peer in counts}
 
     def await_reports(self, find_missing: Callable[[], list[Peer]], nap: float) -> None:
-        """Sleep, at first `nap` seconds at a time, until no peer is missing, which is not announced by a ring.
+        """Sleep, at first `nap` seconds at a time, until no peer is missing. A report does not ring.
 
         Raises the errors of :meth:`wait`.
         """
@@ -281,7 +283,7 @@ class Engine:
             while missing := find_missing():
                 self.check_usable()
                 self.signals.ring()
-                longer = min((self.timeout.total_seconds() - remaining) / 50, _NAP_S)
+                longer = min((self.timeout.total_seconds() - remaining) / 50, _LONGEST_POLL_S)
                 remaining = self._block(report, ELSEWHERE - self.reports, missing, remaining, max(nap, longer))
                 self._advance()
 

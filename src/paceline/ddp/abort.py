@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Generator
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from paceline.core.torch_internals import current_task, has_ended
@@ -65,8 +65,8 @@ _ENDING = threading.RLock()
 also detects the exception. Reentrant, because garbage collection may drop another task meanwhile."""
 members: WeakValueDictionary[int, Member] = WeakValueDictionary()
 """The living wrappers of this process, by number; a dict keeps them in order of construction."""
-registered: set[int] = set()
-"""The numbers of the wrappers that have not been closed."""
+living: dict[int, Any] = members.data  # type: ignore[attr-defined]
+"""The same in a dict, whose length is cheaper to ask."""
 _numbers = count()
 
 
@@ -144,14 +144,12 @@ def register(member: Member) -> int:
     """Register `member` until it is garbage-collected; returns its number."""
     number = next(_numbers)
     members[number] = member
-    registered.add(number)
     return number
 
 
 def unregister(number: int) -> None:
     """Forget a wrapper that no longer averages."""
     unfinished.discard(number)
-    registered.discard(number)
     members.pop(number, None)
 
 
@@ -171,7 +169,8 @@ def follow_modules(last: Member) -> None:
 
 def others_await(member: Member) -> bool:
     """Return whether another wrapper may be reached by the backward pass in progress."""
-    return any(other is not member and bool(other.forwards) for other in _in_order())
+    others = [other.forwards for other in _in_order() if other is not member]
+    return any(forwards.is_unseen or bool(forwards) for forwards in others)
 
 
 def begin_others(first: Member) -> None:

@@ -208,7 +208,7 @@ class Phase(Enum):
 NEXT = {
     Phase.LAUNCHING: {Phase.WAITING, Phase.ABORTED, Phase.BROKEN},
     Phase.WAITING: {Phase.OVER, Phase.UNREAD, Phase.ABORTED, Phase.BROKEN},
-    Phase.UNREAD: {Phase.WAITING, Phase.BROKEN},
+    Phase.UNREAD: {Phase.WAITING, Phase.OVER, Phase.BROKEN},
     Phase.ABORTED: {Phase.LAUNCHING, Phase.WAITING},  # when the owed collectives run
     Phase.BROKEN: set[Phase](),
     Phase.OVER: set[Phase](),
@@ -223,7 +223,7 @@ class Backward:
     """
 
     phase = Phase.LAUNCHING
-    """The current phase; only :meth:`enter` changes it."""
+    """The current phase. :meth:`enter` changes it; the frozen step and ``read_late`` set it, to save a call."""
     grads_were_none = True
     """Whether every ``p.grad`` was None at the beginning, so that this backward pass produced all gradients."""
     owns_all_grads = True
@@ -265,7 +265,7 @@ class Backward:
     position: tuple[int, ...] | None = None
     """The numbers whose digest this rank has reported; None if it has more to report."""
     status: Status | None = None
-    """This rank's status when it posted that it has more to report."""
+    """This rank's status when it posted its report, if the position does not tell it."""
     is_early = False
     """Whether averages were published before the ranks' reports were compared."""
     block: Launched | None = None

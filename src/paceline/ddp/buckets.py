@@ -379,7 +379,9 @@ class BucketSet:
         kinds = [self._kind(index) for index in range(len(self.parameters))]
         inside = [index for index in order if index not in self.unbucketed]
         sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self.parameters, kinds, strict=True)]
-        capacities = (CAPACITY,) if self._merges and sum(sizes) <= CAPACITY else self._capacities
+        capacities = (
+            (CAPACITY,) if self._merges and sum(sizes[index] for index in inside) <= CAPACITY else self._capacities
+        )
         self._use(assign(sizes, kinds, inside, capacities))
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:

@@ -310,11 +310,6 @@ class BufferSync:
 
     # -- with a backward ----------------------------------------------------------------------------------------
 
-    @property
-    def are_under_way(self) -> bool:
-        """Whether a broadcast has been launched and not waited for."""
-        return self._at_rest.is_under_way
-
     def launch(self) -> None:
         """Launch the broadcast at the end of a synchronized backward pass, if any forward pass was counted before it.
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from paceline.comm.process_group import PacelineProcessGroup
 
 TEST_HOST_CHANNEL = "PACELINE_TEST_HOST_CHANNEL"
-"""Environment variable for tests: makes ranks on CPUs open a host channel and read control blocks late, as with GPUs.
-With the value ``always``, blocks are read late even after surprises."""
+"""Environment variable for tests: makes ranks on CPUs open a host channel and report on a board, as with GPUs. With
+the value ``always``, they do so even after surprises."""
 logger = logging.getLogger(__name__)
 SAMPLED = 16
 """One wait of this many is measured on a GPU, because two events per step cost the host 10 microseconds."""
@@ -56,8 +56,7 @@ Pausing: TypeAlias = Generator[bool, None, Result]
 
 It yields True after a launch, so that the caller can run other wrappers up to their next pause. All wrappers in a
 backward pass therefore launch before any of them waits, and ranks whose wrappers end in a different order do not
-deadlock. It yields False if control blocks are read late: the caller then continues when gradients are accessed next.
-Another such generator runs it with ``yield from``, which returns the result.
+deadlock. Another such generator runs it with ``yield from``, which returns the result.
 """
 
 
@@ -198,7 +197,7 @@ class Channel:
         """Free a tensor returned by :meth:`allocate`. A no-op if its memory is garbage-collected."""
 
     def averages(self, dtype: torch.dtype) -> bool:
-        """Return whether :meth:`average` is available, and its rounding is that of a division by N.
+        """Return whether the backend can average `dtype` with the same bits as our multiplication by 1/N.
 
         NCCL multiplies by 1/N before the sum, in the tensor's type; in half precision that factor is rounded, unless N
         is a power of two. On one rank, NCCL launches a kernel for an average, but none for a sum.
@@ -339,7 +338,7 @@ class GatheredBoard:
         self._channel = channel
         self._table = torch.zeros(channel.size, 2, dtype=torch.int64, device="cpu")
         self._launch, self._content = channel.launcher(self._table), 0
-        self._launched: Launched | None = None
+        self._launched: Any = None
 
     def post(self, content: int, weight: float | None = None) -> None:
         """Post this rank's report of the step, and its weight."""
@@ -350,7 +349,9 @@ class GatheredBoard:
         self._launched = self._launch()
 
     def is_unanimous(self) -> bool:
-        """Return whether every rank has posted the same; waits for the sum."""
+        """Return whether every rank has posted the same; return False if the sum is not complete yet."""
+        if self._launched is not None and not self._launched.is_completed():
+            return False
         return all(content == self._content for content in self.contents())
 
     def contents(self) -> list[int]:

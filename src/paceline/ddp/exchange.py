@@ -39,7 +39,7 @@ from paceline.ddp.weights import UNWEIGHTED, compute_scale
 from paceline.errors import UsageError
 
 USUAL_STEPS = 16
-"""Number of blocks without a surprise that must follow a block with one before blocks are read late again."""
+"""Number of blocks without a surprise that must follow a block with one before a step does without blocks again."""
 CONTROL_EXCHANGE = "exchange of control blocks"
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 version_of: Callable[[Tensor], int] = attrgetter("_version")
@@ -91,8 +91,6 @@ class EarlyAverages:
 
     def __init__(self, rank: int, trained: Trained, buckets: BucketSet) -> None:
         self._rank, self._trained, self._buckets = rank, trained, buckets
-        self.shown: Sequence[Tensor] = ()
-        """The averages as published, one for each parameter."""
         self.versions: list[int] = []
         """Versions of :meth:`marks` at that time."""
         self.copies: Mapping[int, int] = NO_COPIES
@@ -107,8 +105,8 @@ class EarlyAverages:
         return [part.memory for part in self._buckets.bucket_views] + [owned[0] for owned in self._buckets.owned]
 
     def note(self, shown: Sequence[Tensor]) -> None:
-        """Record that the averages `shown` have been published."""
-        self.shown, self.versions = shown, list(map(version_of, self.marks()))
+        """Record that the averages `shown` have been published; keeps no reference to them."""
+        self.versions = list(map(version_of, self.marks()))
         views = self._buckets.views
         outside = (index for index in range(len(shown)) if shown is not views and shown[index] is not views[index])
         self.copies = {index: shown[index]._version for index in outside}
@@ -142,14 +140,17 @@ class EarlyAverages:
                 continue
             if index in out_of_bucket:
                 parameter.grad = out_of_bucket[index]
-            elif index in self.copies:
-                self.shown[index].copy_(self._buckets.views[index])
+            elif index in self.copies and (shown := self._shown(index)) is not None:
+                shown.copy_(self._buckets.views[index])
 
     def _was_changed(self, index: int) -> bool:
         gradient = self._trained.parameters[index].grad
         if index in self._buckets.unbucketed or gradient is None:
             return False
-        return gradient is not self.shown[index] or gradient._version != self._version_of(index)
+        return gradient is not self._shown(index) or gradient._version != self._version_of(index)
+
+    def _shown(self, index: int) -> Tensor | None:
+        return self._buckets.copies[index][0]() if index in self.copies else self._buckets.views[index]
 
     def _version_of(self, index: int) -> int:
         if index in self.copies:

@@ -13,8 +13,8 @@ They contain nothing but the ordinary step. In any other case they call the gene
 or late or if reports differ; an exception ends both in the same way. The collectives are the same too, so ranks may
 differ in which of the two they run.
 
-What can change without a call of ours is compared in ``begin``. Whatever else changes the buckets, the hooks, the
-finisher or the extensions calls :meth:`FrozenStep.thaw`.
+Conditions that can change without our code running are compared in ``begin``. Whatever else changes the buckets, the
+hooks, the finisher or the extensions calls :meth:`FrozenStep.thaw`.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from paceline.ddp.extensions import GraphCapture
 from paceline.ddp.finisher import AllReduce
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.weights import UNWEIGHTED, compute_scale
+from paceline.errors import PacelineError
 
 LAUNCHING, WAITING, UNREAD, OVER = Phase.LAUNCHING, Phase.WAITING, Phase.UNREAD, Phase.OVER
 TEST_FROZEN = "PACELINE_TEST_FROZEN"
@@ -79,7 +80,7 @@ class FrozenStep:
     running: Backward | None = None
     """The backward pass that a frozen step has begun and not ended."""
     has_skipped = False
-    """Whether a bucket of this backward pass was full before it was its turn."""
+    """Whether a bucket of this backward pass was full before its turn."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -127,7 +128,7 @@ def _make_begin(frozen: FrozenStep, reducer: Reducer) -> Callable[[Forward, Tens
     forwards, watch, blocks, status = reducer.forwards, reducer.watch, reducer.ledger.blocks, reducer.ledger.status
     parameters, originals = reducer.trained.parameters, reducer.trained.originals
     triggers, all_views, channel, living = arrivals.triggers, buckets.all_views, reducer.channel, reducer.channel.living
-    registered, modules = abort.registered, sys.modules
+    wrappers, modules = abort.living, sys.modules
     phase = None if recorder.box is None else recorder.box.span(BACKWARD)  # of the black box
     end_phase: Any = None if phase is None else partial(phase.__exit__, None, None, None)
     is_captured = capture_query(reducer.exposed_time.device)
@@ -141,7 +142,7 @@ def _make_begin(frozen: FrozenStep, reducer: Reducer) -> Callable[[Forward, Tens
         is_plain = frozen.is_frozen and reducer.sync_enabled and is_plain_backward() and not torch.is_grad_enabled()
         is_recorded = recorder.on or recorder.bucket_watch is not None or is_profiling() or failpoints.orders
         is_weighted = forward.block is not None or status.weighting or blocks.open or blocks.unused
-        is_joint = unfinished or (len(registered) > 1 and abort.others_await(reducer))
+        is_joint = unfinished or (len(wrappers) > 1 and abort.others_await(reducer))
         is_due = extensions.is_stale or ledger.synchronizations >= ledger.compare_at or is_captured()
         is_special = ledger.local_tasks or forwards.may_be_empty or forwards.differentiated_in == status.optimizer_steps
         if (
@@ -178,6 +179,7 @@ def _make_begin(frozen: FrozenStep, reducer: Reducer) -> Callable[[Forward, Tens
     def dropped(reference: weakref.ref[Any]) -> None:
         """Handle the end of a graph task, which is an exception unless ``end`` has run."""
         if (running := frozen.running) is not None and running.task is reference:
+            frozen.running = None
             abort.task_ended(this, weakref.ref(running), reference)
 
     return begin
@@ -297,9 +299,11 @@ def _make_wait(reducer: Reducer) -> Callable[[Backward], None]:
                     for box.bucket, work in enumerate(backward.launched[first_awaited:], first_awaited):
                         with bucket_phase:
                             work.wait()
+        except PacelineError:
+            raise
         except RuntimeError:
             reducer.wait_for_buckets(backward)  # raises an error that names the bucket
-            return
+            raise
         outstanding.count -= count
         if on_device:
             exposed.waits += 1
@@ -325,7 +329,7 @@ def _make_publish(reducer: Reducer) -> Callable[[Backward], None]:
         ledger.synchronized()
         backward.launched.clear()
         if reads_late:
-            early.shown, early.copies, early.versions = views, NO_COPIES, list(map(version_of, marks))
+            early.copies, early.versions = NO_COPIES, list(map(version_of, marks))
             backward.is_early, backward.phase, backward.task = True, UNREAD, None
         else:
             backward.phase, backward.task, reducer.backward = OVER, None, None

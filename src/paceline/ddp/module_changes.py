@@ -124,7 +124,8 @@ Named = list[tuple[str, nn.Parameter]]
 OnChange = Callable[[Named, bool], None]
 """Function called with all parameters to average, and with whether they are already being averaged."""
 Form = tuple[torch.Size, torch.dtype, torch.device]
-_requires_grad, _look, _address = attrgetter("requires_grad"), attrgetter("shape", "dtype"), Tensor.data_ptr
+_requires_grad, _shape, _look = attrgetter("requires_grad"), attrgetter("shape"), attrgetter("shape", "dtype")
+_address = Tensor.data_ptr
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,7 @@ class ModuleWatch:
             parameter for _, parameter in named if id(parameter) not in self._forms and not parameter.requires_grad
         ]
         self._looks, self._device = list(map(_look, self._trained)), self._trained[0].device
+        self._shapes = list(map(_shape, self._trained))
         # A DTensor has no address of its own.
         is_plain = all(type(parameter) in (nn.Parameter, Tensor) for parameter in self._trained)
         self._addresses = list(map(_address, self._trained)) if is_plain else None
@@ -252,8 +254,9 @@ class ModuleWatch:
                 return True
         if self._others and any(map(_requires_grad, self._others)):
             return True
-        # Reading an address takes a third of the time of reading shape and dtype, and new memory has another one.
-        if self._addresses is not None and list(map(_address, self._trained)) == self._addresses:
+        # Cheaper than reading dtypes, and memory of another dtype has another address.
+        have_same_memory = self._addresses is not None and list(map(_address, self._trained)) == self._addresses
+        if have_same_memory and list(map(_shape, self._trained)) == self._shapes:
             return False
         # One device is enough, because modules are moved as a whole.
         if list(map(_look, self._trained)) != self._looks or self._trained[0].device != self._device:

@@ -195,7 +195,7 @@ class Reducer:
         try:
             self.begin_in_graph_task(forward)
         finally:  # the peers begin the other wrappers anyway, so this rank owes their collectives too
-            if len(abort.registered) > 1:
+            if len(abort.living) > 1:
                 abort.begin_others(self)
 
     def begin_in_graph_task(self, forward: Forward | None) -> None:
@@ -538,7 +538,7 @@ class Reducer:
                 forward.counts_if_averaged = False
                 self.ledger.take_back_forward()
         finally:
-            if len(abort.registered) > 1:
+            if len(abort.living) > 1:
                 abort.begin_others(self)
 
     def _begin_at_gradient(self, index: int, parameter: Tensor) -> None:
@@ -638,9 +638,9 @@ class Reducer:
             zeros = replace(bucket, memory=memory, flat=memory[:size], tail=memory[size:])
             backward.launched.append(self.finisher.launch(zeros, number))
             memories.append(memory)
-        self.buffers.launch()
         if self.board is not None and not self.sends_block():
             self.board.post(MORE | AWAITS)
+        self.buffers.launch()
         self._exchange.launch(backward, has_new_parameters=True)
         self.wait_for_buckets(backward)
         self.buffers.wait()
@@ -741,7 +741,7 @@ class Reducer:
             self.advance()
 
     def read_late(self) -> None:
-        """Read the other ranks' control blocks of the last backward pass, in all wrappers with unread blocks."""
+        """Read the other ranks' reports of the last backward pass, in all wrappers with unread reports."""
         if not unfinished:
             return
         backward, board = self.backward, self.board

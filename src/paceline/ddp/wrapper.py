@@ -97,7 +97,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
             are equal on all ranks; ``"verify"`` also raises unless the values are equal; ``False`` does neither.
         process_group: the ranks to average over; all ranks by default.
-        bucket_cap_mb: bucket capacity in MiB; by default 25, after a first bucket of 1 if one is not enough for all.
+        bucket_cap_mb: bucket capacity in MiB; 25 by default, and 1 for the first bucket unless all fit in one.
         bucket_cap_mb_list: capacities in MiB of the first, second, … bucket, in launch order.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; takes precedence over it.
         lazy_bucket_allocation: must be ``False``, because ``p.grad`` is a view of the buckets.
