@@ -119,6 +119,12 @@ class Running:
         """Wait until the ranks have written the files `names` into the folder."""
         self.wait_until(lambda: all((self.folder / name).exists() for name in names), f"no {names}")
 
+    def wait_for_pids(self, *names: str) -> list[int]:
+        """Wait until the ranks have written process ids to the files `names` in the folder; return them."""
+        files = [self.folder / name for name in names]
+        self.wait_until(lambda: all(file.exists() and file.read_text() for file in files), f"no {names}")
+        return [int(file.read_text()) for file in files]
+
     def wait_for_error(self, text: str) -> None:
         """Wait until the command or a rank has written `text` to stderr."""
         self.wait_until(lambda: text in self.stderr, f"no {text!r}")

@@ -107,9 +107,9 @@ def test_hanging_rank_named_with_stacks_and_result_unchanged(tmp_path: Path, und
 def test_no_alarm_for_a_pause_shorter_than_the_timeout(tmp_path: Path, undisturbed: set[str]) -> None:
     arguments = ("--hang-timeout", "60", script(tmp_path, TRAIN), "stop")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
-        job.wait_for("ready")
+        (pid,) = job.wait_for_pids("ready")
         time.sleep(0.5)
-        os.kill(int((tmp_path / "ready").read_text()), signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         assert job.wait() == 0
         assert job.stderr == ""
     assert digests(tmp_path) == undisturbed
