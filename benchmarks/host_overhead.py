@@ -21,9 +21,7 @@ With ``--beside-gpu``, Paceline takes the path of ranks whose gradients are on G
 step, and stand-ins take the place of the device's events and of its queries, so their own time is not included. With
 ``--backward-thread``, backward runs in a second thread on another core, as autograd's does for a device.
 
-``paceline run`` gives every rank a black box, which Paceline's variants write to in every step. "no black box" is the
-same wrapper without it, as under torchrun. Every wrapper of the process is told of an optimizer step, so name a single
-one with ``--variants`` for the exact ratio of a model that is wrapped once.
+``paceline run`` gives every rank a black box, which Paceline's variants write to in every step; torchrun does not.
 
 Run by: paceline run --nproc 2 benchmarks/host_overhead.py --help
 Decision 0051 has the results.
@@ -36,7 +34,7 @@ import os
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -65,7 +63,6 @@ from harness import (
     take_turns,
     without_collections,
 )
-from paceline.core.spans import recorder
 from paceline.ddp import finisher
 from paceline.ddp.channel import TEST_HOST_CHANNEL
 from paceline.ddp.extensions import GraphCapture
@@ -73,7 +70,6 @@ from paceline.ddp.extensions import GraphCapture
 ELEMENTS = 64
 """Elements of each parameter."""
 VIEWS, BATCHED = "torch views", "torch batched"
-NO_BOX = ", no black box"
 
 
 @dataclass(frozen=True)
@@ -179,19 +175,17 @@ def wrappers(
     else:
         found["paceline"] = ours(Chain(layout.parameters))
         found["paceline on gloo"] = ours(Chain(layout.parameters), process_group=gloo)
-    boxed = [name for name in found if name.startswith("paceline") and recorder.box is not None]
-    return found | {name + NO_BOX: found[name] for name in boxed}
+    return found
 
 
 @contextmanager
 def surroundings_of(name: str) -> Iterator[None]:
     """Remove what Paceline leaves in a process, while a variant that does without it runs."""
-    with ExitStack() as stack:
-        if not name.startswith("paceline"):  # torch calls our hooks for every optimizer
-            stack.enter_context(mock.patch.dict(global_pre_hooks, clear=True))
-            stack.enter_context(mock.patch.dict(global_post_hooks, clear=True))
-        if name.endswith(NO_BOX):
-            stack.enter_context(mock.patch.object(recorder, "box", None))
+    if name.startswith("paceline"):
+        yield
+        return
+    # torch calls our hooks for every optimizer
+    with mock.patch.dict(global_pre_hooks, clear=True), mock.patch.dict(global_post_hooks, clear=True):
         yield
 
 

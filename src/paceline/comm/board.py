@@ -81,16 +81,18 @@ class Board:
         return [struct.unpack("d", struct.pack("Q", page[place + 1]))[0] for page in self._pages]
 
     def _wait(self, is_missing: Callable[[Peer], bool]) -> None:
-        """Wait until no peer is missing: poll, then sleep for a tenth of the time waited so far."""
+        """Wait until no peer is missing: poll, then sleep briefly, then let the engine wait, which notices failures."""
         engine, began = self._engine, time.perf_counter()
-        while missing := [peer for peer in engine.peers if is_missing(peer)]:
+
+        def find_missing() -> list[Peer]:
+            return [peer for peer in engine.peers if is_missing(peer)]
+
+        while find_missing():
             waited = time.perf_counter() - began
-            if waited < self._spins_s:
-                continue
-            if waited < 10 * _NAP_S:
+            if waited >= 10 * _NAP_S:
+                engine.await_reports(find_missing, _NAP_S)
+            elif waited >= self._spins_s:
                 time.sleep(max(waited / 10, 5e-5))
-                continue
-            engine.await_reports(lambda: [peer for peer in missing if is_missing(peer)], _NAP_S)
 
 
 def _check(bits: int, number: int) -> int:

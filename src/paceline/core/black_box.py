@@ -324,10 +324,7 @@ class _Phase:
         self._box.change(self._number)
 
     def __exit__(self, kind: object = None, *_: object) -> None:
-        if kind is None:
-            self._box.change(LOOP)
-        else:
-            self._box.leave(LOOP, kind)
+        self._box.leave(LOOP, kind)
 
 
 class _Forward(_Phase):

@@ -20,11 +20,11 @@ def is_queued(device: torch.device) -> bool:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether operations on `device` are captured in a CUDA graph rather than run."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return capture_query(device)()
 
 
 def capture_query(device: torch.device) -> Callable[[], bool]:
-    """Return a function that returns :func:`is_capturing`, in fewer calls."""
+    """Return :func:`is_capturing` for `device`, as a function that makes fewer calls."""
     return torch.cuda.is_current_stream_capturing if device.type == "cuda" else bool  # bool() is False
 
 

@@ -153,7 +153,7 @@ def without_memory() -> Iterator[None]:
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-# The functions in this block have no Python code of their own, because every step calls them.
+# These names refer to C functions directly, without a wrapper, because every step calls them.
 _engine = torch.autograd.Variable._execution_engine
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """Turns gradients on or off until the next call; a faster ``torch.set_grad_enabled``."""

@@ -294,11 +294,7 @@ class Backward:
     """Number of the graph task."""
 
     def __init__(self, *, sends_block: bool = False, launches_at_end: bool = False) -> None:
-        if sends_block:
-            self.sends_block = True
-        if launches_at_end:
-            self.launches_at_end = True
-        self.launched = []
+        self.sends_block, self.launches_at_end, self.launched = sends_block, launches_at_end, []
 
     def enter(self, phase: Phase) -> None:
         if phase not in NEXT[self.phase]:

@@ -379,10 +379,8 @@ class BucketSet:
         kinds = [self._kind(index) for index in range(len(self.parameters))]
         inside = [index for index in order if index not in self.unbucketed]
         sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self.parameters, kinds, strict=True)]
-        capacities = (
-            (CAPACITY,) if self._merges and sum(sizes[index] for index in inside) <= CAPACITY else self._capacities
-        )
-        self._use(assign(sizes, kinds, inside, capacities))
+        fits = self._merges and sum(sizes[index] for index in inside) <= CAPACITY
+        self._use(assign(sizes, kinds, inside, (CAPACITY,) if fits else self._capacities))
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
         """Rebuild the buckets for other parameters; gradients that users still reference stay in the old memory."""

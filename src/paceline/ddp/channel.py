@@ -490,10 +490,10 @@ class ExposedTime:
         self.of_host: AbstractContextManager[Any] = self if device.type == "cpu" else nullcontext()
         """Measures the host's wait for the other ranks' reports. A no-op with a GPU, which continues meanwhile."""
         self.measured = 0.0
-        """Sum of the measurements read so far, in seconds."""
+        """Sum of the measurements, in seconds; on a GPU, of those that have been read."""
         self.waits = 0
         """Number of waits on a GPU. The next one is measured if this is a multiple of :data:`SAMPLED`."""
-        self._samples = 0  # number of measurements read so far
+        self._samples = 0  # number of measurements in the sum
         self._begin: Any = None  # time or event at the start of the current wait
         self._pending: deque[tuple[Any, Any]] = deque()  # start and end of unread measurements, oldest first
         self._free: list[tuple[Any, Any]] = []

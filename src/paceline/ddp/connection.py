@@ -171,7 +171,7 @@ def connect(
     connection = Connection(channel, joined_steps, buffers, reducer, replica_check)
     if options.virtual_ranks:
         connection = connection.with_virtual_ranks(options)
-    reducer.shortcut = FrozenStep(reducer)
+    reducer.frozen_step = FrozenStep(reducer)
     # The module outlives the wrapper and must not keep its hooks.
     finalize(wrapper, reducer.close)
     return connection

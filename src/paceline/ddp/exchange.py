@@ -92,7 +92,7 @@ class EarlyAverages:
     def __init__(self, rank: int, trained: Trained, buckets: BucketSet) -> None:
         self._rank, self._trained, self._buckets = rank, trained, buckets
         self.versions: list[int] = []
-        """Versions of :meth:`marks` at that time."""
+        """Versions of :meth:`marks` when the averages were published."""
         self.copies: Mapping[int, int] = NO_COPIES
         """Versions of the averages outside the buckets: they have another dtype, or a user kept an earlier gradient."""
 

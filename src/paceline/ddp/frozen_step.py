@@ -1,17 +1,18 @@
 """The frozen step: an ordinary step in a fraction of the calls, once the order of the gradients is known.
 
-In an ordinary step, nearly all of the bookkeeping finds nothing to do, but a host that feeds a GPU pays for every call.
-So after some steps without a change, whatever stays the same from step to step (the buckets' views, the parameters of
-each bucket, the function that launches its all-reduce) becomes local variables of three functions:
+Most of a step's code handles cases that do not occur in an ordinary step, but the host pays for every call. So after
+some steps without a change, the objects that stay the same from step to step (the buckets' views, the parameters of
+each bucket, the function that launches its all-reduce) are stored in local variables of three functions:
 
     begin      the checks of stage 3, as one condition
     arrived    stages 4 and 5 of one bucket: copy, set ``p.grad`` to None, launch
     end        stages 6, 7 and 9: report, wait, scale, publish
 
-They contain nothing but the ordinary step. In any other case they call the general step, which continues from the same
-:class:`.Backward`: before anything has changed, or at the end, with the works launched so far, if a gradient is missing
-or late or if reports differ; an exception ends both in the same way. The collectives are the same too, so ranks may
-differ in which of the two they run.
+They contain only the ordinary step. In any other case they call the general step, which continues from the same
+:class:`.Backward`. This happens at the beginning of a backward pass, or at its end if a gradient is missing or late or
+if reports differ; the buckets that have been launched by then stay launched. An exception is handled as in the general
+step. Both kinds of step launch the same collectives, so one rank may run a frozen step while another runs a general
+one.
 
 Conditions that can change without our code running are compared in ``begin``. Whatever else changes the buckets, the
 hooks, the finisher or the extensions calls :meth:`FrozenStep.thaw`.
@@ -24,7 +25,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -98,7 +98,7 @@ class FrozenStep:
             reducer.arrivals.replace_triggers([_make_arrived(self, reducer, number) for number in overlapped])
 
     def thaw(self) -> None:
-        """Run general steps until nothing has changed for a while."""
+        """Run general steps from now on, until enough of them have passed without a change."""
         self._unchanged_steps = 0
         if self.is_frozen:
             self.is_frozen = False
@@ -221,12 +221,8 @@ def _make_arrived(frozen: FrozenStep, reducer: Reducer, number: int) -> Callable
 
 def _make_end(frozen: FrozenStep, reducer: Reducer) -> Callable[[], None]:
     channel, ledger, buffers, board = reducer.channel, reducer.ledger, reducer.buffers, reducer.board
-    buckets, count, digest, tail = (
-        reducer.buckets,
-        len(reducer.buckets),
-        reducer.digest,
-        reducer.buckets.buckets[-1].tail,
-    )
+    buckets, count, digest, box = reducer.buckets, len(reducer.buckets), reducer.digest, recorder.box
+    tail = buckets.buckets[-1].tail
     overlapped, emptied = (count, buckets.parameters) if board is not None else (count - 1, buckets.rest)
     launch_last = None if board is not None else _make_arrived(frozen, reducer, overlapped)
     last, general, synchronized = buckets.owned[-1][-1], reducer.advance_in_callback, buffers.buffers
@@ -255,7 +251,7 @@ def _make_end(frozen: FrozenStep, reducer: Reducer) -> Callable[[], None]:
                     queue_callback(general)
                     return
             backward.phase = WAITING
-            if recorder.box is not None:
+            if box is not None:
                 backward.end_arrival_span()
             if synchronized.places:
                 buffers.launch()
@@ -281,7 +277,7 @@ def _make_wait(reducer: Reducer) -> Callable[[Backward], None]:
     exposed, outstanding, count = reducer.exposed_time, reducer.channel.outstanding, len(reducer.buckets)
     first_awaited = count - 1 if reducer.channel.is_ordered else 0  # as in AllReduce.wait()
     on_device, clock, box = exposed.device.type != "cpu", time.perf_counter, recorder.box
-    wait_phase, bucket_phase = ((box and box.span(kind)) or nullcontext() for kind in (WAIT, BUCKET_WAIT))
+    phases: Any = None if box is None else (box.span(WAIT), box.span(BUCKET_WAIT))
 
     @never_compiled
     def wait(backward: Backward) -> None:
@@ -295,6 +291,7 @@ def _make_wait(reducer: Reducer) -> Callable[[Backward], None]:
                 for work in backward.launched[first_awaited:]:
                     work.wait()
             else:
+                wait_phase, bucket_phase = phases
                 with wait_phase:
                     for box.bucket, work in enumerate(backward.launched[first_awaited:], first_awaited):
                         with bucket_phase:

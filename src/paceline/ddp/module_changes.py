@@ -124,7 +124,7 @@ Named = list[tuple[str, nn.Parameter]]
 OnChange = Callable[[Named, bool], None]
 """Function called with all parameters to average, and with whether they are already being averaged."""
 Form = tuple[torch.Size, torch.dtype, torch.device]
-_requires_grad, _shape, _look = attrgetter("requires_grad"), attrgetter("shape"), attrgetter("shape", "dtype")
+_requires_grad, _shape, _dtype = map(attrgetter, ("requires_grad", "shape", "dtype"))
 _address = Tensor.data_ptr
 
 
@@ -236,9 +236,9 @@ class ModuleWatch:
         self._others = [
             parameter for _, parameter in named if id(parameter) not in self._forms and not parameter.requires_grad
         ]
-        self._looks, self._device = list(map(_look, self._trained)), self._trained[0].device
-        self._shapes = list(map(_shape, self._trained))
-        # A DTensor has no address of its own.
+        self._shapes, self._dtypes = list(map(_shape, self._trained)), list(map(_dtype, self._trained))
+        self._device = self._trained[0].device
+        # None with a DTensor, whose address does not tell where its shard is.
         is_plain = all(type(parameter) in (nn.Parameter, Tensor) for parameter in self._trained)
         self._addresses = list(map(_address, self._trained)) if is_plain else None
 
@@ -254,12 +254,13 @@ class ModuleWatch:
                 return True
         if self._others and any(map(_requires_grad, self._others)):
             return True
+        if list(map(_shape, self._trained)) != self._shapes:
+            return True
         # Cheaper than reading dtypes, and memory of another dtype has another address.
-        have_same_memory = self._addresses is not None and list(map(_address, self._trained)) == self._addresses
-        if have_same_memory and list(map(_shape, self._trained)) == self._shapes:
+        if self._addresses is not None and list(map(_address, self._trained)) == self._addresses:
             return False
         # One device is enough, because modules are moved as a whole.
-        if list(map(_look, self._trained)) != self._looks or self._trained[0].device != self._device:
+        if list(map(_dtype, self._trained)) != self._dtypes or self._trained[0].device != self._device:
             return True
         if self._addresses is not None:
             self._addresses = list(map(_address, self._trained))

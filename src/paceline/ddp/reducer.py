@@ -125,7 +125,7 @@ class Reducer:
         """Carries the ranks' reports if gradients are on GPUs."""
         self.quiet = QuietSteps(patience())
         """Decides whether the next step may do without control blocks."""
-        self.shortcut: Any = None
+        self.frozen_step: Any = None
         """The :class:`.FrozenStep`; None until the reducer is complete, and once it is closed."""
         self.finisher: Finisher = AllReduce(channel, ledger)
         """Reduces the buckets over the ranks."""
@@ -225,8 +225,8 @@ class Reducer:
             backward.launches_at_end = True
             self.forwards.ignore_gradients(self.trained.parameters, elsewhere)
         queue_callback(callback)  # after the callback that restores the gradients
-        if self.shortcut is not None:
-            self.shortcut.step_begins()
+        if self.frozen_step is not None:
+            self.frozen_step.step_begins()
 
     def begin(self) -> Backward:
         """Begin a backward pass. Until this returns, no collective is owed to peers."""
@@ -256,8 +256,8 @@ class Reducer:
         return backward
 
     def _thaw(self) -> None:
-        if self.shortcut is not None:
-            self.shortcut.thaw()
+        if self.frozen_step is not None:
+            self.frozen_step.thaw()
 
     def sends_block(self) -> bool:
         """Return whether the next step exchanges control blocks regardless of digests; the same on all ranks."""
@@ -792,7 +792,7 @@ class Reducer:
     def close(self) -> None:
         """Remove the hooks from the parameters, and drop references to the reducer."""
         self._thaw()
-        self.shortcut = None
+        self.frozen_step = None
         self.arrivals.close()
         self.trained.release()
         self.extensions.close()

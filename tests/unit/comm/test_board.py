@@ -36,7 +36,7 @@ def worlds() -> Iterator[dict[str, Pools]]:
 
 
 def open_board(seconds: float = 60.0) -> Any:
-    """Open a board on which ranks wait at most `seconds` for each other."""
+    """Open a board; a wait on it ends after at most `seconds`."""
     return open_channel(dist.new_group(timeout=timedelta(seconds=seconds)), torch.device("cpu")).board
 
 

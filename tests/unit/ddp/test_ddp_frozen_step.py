@@ -25,7 +25,7 @@ from paceline.errors import DesyncError
 from twins import Pools
 
 STEPS, CHANGE = 30, 22
-"""Steps of a run, and the step in which something changes; by default, steps are frozen from the 18th on."""
+"""Number of steps of a run, and the step that brings the change; by default, steps are frozen from the 18th on."""
 
 
 class Net(nn.Module):
@@ -65,7 +65,7 @@ class Run:
                 self.change()
             self.optimizer.zero_grad()
             self.step(step, is_changed=step >= CHANGE)
-            self.frozen_steps += engine_of(self.model).shortcut.is_frozen
+            self.frozen_steps += engine_of(self.model).frozen_step.is_frozen
         return self.frozen_steps, [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def step(self, step: int, *, is_changed: bool) -> None:
@@ -227,7 +227,7 @@ def freeze_by_default(world: World) -> list[bool]:
             assert other is not None
             waiting = other(data(world, step)[0])  # its backward might reach both
         run.step(step, is_changed=False)
-        frozen.append(engine_of(run.model).shortcut.is_frozen)
+        frozen.append(engine_of(run.model).frozen_step.is_frozen)
     del waiting
     return frozen
 

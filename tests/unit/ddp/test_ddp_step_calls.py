@@ -7,10 +7,10 @@ Counted in forward, backward and the optimizer step together, after enough steps
 - bytecodes: what Python executes in a step of the wrapper, minus the same in a step of the bare module without the step
   guard. This includes the functions of torch and of the standard library that the wrapper calls.
 
-What C++ and C do does not count, nor does zero_grad, nor the wait for the other rank, which a barrier completes before
-the optimizer steps. Beside a GPU, stand-ins replace the device: nothing is captured in a graph, and every event has
-passed. Neither the profiler nor the launcher's black box is on, and the step is not one of those whose exposed time is
-sampled.
+Work in C and C++ is not counted, and zero_grad is left out. A barrier before the optimizer step keeps the wait for the
+other rank out of the count. Beside a GPU, stand-ins replace the device: nothing is captured in a graph, and every event
+has passed. Neither the profiler nor the launcher's black box is on, and the step is not one of those whose exposed time
+is sampled.
 
 Code that runs once per step is cold, so a call costs several times as much as in a microbenchmark. Parity with torch's
 reducer lies near 1,400 bytecodes for 8 parameters. The limits are in ``step_calls.json``, as counted with Python 3.11.
@@ -24,8 +24,8 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,6 +65,18 @@ class Chain(nn.Module):
         return x.sum()
 
 
+@contextmanager
+def installed(install: Callable[[Any], None], note: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    """Call `note` for the events of Python in the block."""
+    gc.disable()  # a collection may run finalizers of other tests' objects
+    install(note)
+    try:
+        yield
+    finally:
+        install(None)
+        gc.enable()
+
+
 def calls_of(function: Callable[[], Any]) -> tuple[Any, Counter[str]]:
     """Return the result of `function` and the number of calls to functions in each file of the package."""
     calls: Counter[str] = Counter()
@@ -74,13 +86,8 @@ def calls_of(function: Callable[[], Any]) -> tuple[Any, Counter[str]]:
         if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in INLINED:
             calls[code.co_filename] += 1
 
-    gc.disable()  # a collection may run finalizers of other tests' objects
-    sys.setprofile(note)
-    try:
+    with installed(sys.setprofile, note):
         result = function()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
     return result, calls
 
 
@@ -94,13 +101,8 @@ def bytecodes_of(function: Callable[[], Any]) -> tuple[Any, int]:
         count += event == "opcode"
         return note
 
-    gc.disable()
-    sys.settrace(note)
-    try:
+    with installed(sys.settrace, note):
         result = function()
-    finally:
-        sys.settrace(None)
-        gc.enable()
     return result, count
 
 
