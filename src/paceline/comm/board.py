@@ -3,10 +3,10 @@
 A rank's report is one aligned 64-bit word in its own shared memory, which the other ranks have mapped: the number of
 the report modulo 2^16, and 48 bits of content. One store publishes it, so that no order between stores matters. There
 are two places for a word, which reports use in turn: a rank reads report k of all ranks before it posts report k + 1,
-so nobody overwrites report k - 1 too early.
+so every rank has read report k - 1 before report k + 1 replaces it.
 
-A weight is a float64 of its own. A third word, which depends on the weight and on the number of the report, shows
-whether the weight that a rank reads belongs to the report.
+A weight is stored separately, as a float64. A third word, which depends on the weight and on the number of the report,
+shows whether the weight that a rank reads belongs to the report.
 """
 
 from __future__ import annotations
