@@ -38,9 +38,9 @@ $(VENV)/.docs: $(BIN)/python pyproject.toml constraints.txt
 
 install: $(VENV)/.digits  ## install Paceline into .venv
 
-install-recipes: $(VENV)/.recipes  ## the same, with what every recipe needs
+install-recipes: $(VENV)/.recipes  ## install Paceline with the extras of all recipes
 
-train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
+train: $(VENV)/.digits  ## train a digit classifier on two ranks (seconds)
 	$(BIN)/paceline train digits --nproc 2 $(ARGS)
 
 # Tests run on CPU ranks, forked from processes that run backward passes, which is impossible if torch sees a GPU. Byte
@@ -49,21 +49,21 @@ TESTED := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE=
 # Each worker takes neighboring tests, so that they share their ranks.
 PYTEST := $(TESTED) $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-test: $(VENV)/.dev  ## run the tests, but for the slow ones; minutes
+test: $(VENV)/.dev  ## run all fast tests (minutes)
 	$(PYTEST) -m 'not slow and not engines' $(ARGS)
 
-test-slow: $(VENV)/.dev  ## run the slow tests: whole trainings, jobs that are struck, torch's own suite, browsers
+test-slow: $(VENV)/.dev  ## run the slow tests: whole trainings, injected faults, torch's own suite, browsers
 	$(PYTEST) -m slow $(ARGS)
 
-test-lanes: $(VENV)/.dev  ## run the wrapper's tests twice: with every possible step frozen, and with none
+test-lanes: $(VENV)/.dev  ## run the wrapper's tests twice: with all possible steps frozen, and with none
 	PACELINE_TEST_FROZEN=always $(PYTEST) -m 'not engines' tests/unit/ddp tests/peers/test_torch_ddp_suite.py tests/property $(ARGS)
 	PACELINE_TEST_FROZEN=never $(PYTEST) -m 'not engines' tests/unit/ddp tests/peers/test_torch_ddp_suite.py tests/property $(ARGS)
 
-test-long: $(VENV)/.dev  ## run all of them, with ten times as many drawn cases
+test-long: $(VENV)/.dev  ## run all tests, with ten times as many random cases
 	PACELINE_LONG_TESTS=1 $(PYTEST) $(ARGS)
 
 # Without workers: the jobs share one small cluster.
-test-engines: $(VENV)/.dev  ## run jobs under Slurm, mpirun, Ray and on two hosts, which it installs (Debian, as root); minutes
+test-engines: $(VENV)/.dev  ## run jobs under Slurm, mpirun, Ray and on two hosts (installs them; Debian, as root; minutes)
 	@test "$$(id -u)" = 0 || { echo "make test-engines needs root: it installs packages, and starts slurmd"; exit 2; }
 	apt-get install -y -qq slurm-wlm munge openmpi-bin iproute2
 	$(PIP) -e '.[test,engines]'
@@ -79,27 +79,27 @@ test-torch:  ## run the whole test suite with another torch: make test-torch VER
 		-e '.[test]' torch==$(VERSION)
 	$(TESTED) $(TORCH)/bin/python -m pytest -n 2 --dist worksteal -q $(ARGS)
 
-check: $(VENV)/.dev  ## lint, format, types, layers, and the size of rooms
+check: $(VENV)/.dev  ## check lint, format, types, layers and budgets
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/house.py
 
-wheel-check: $(VENV)/.dev  ## build sdist and wheel, install the wheel elsewhere, and train there
+wheel-check: $(VENV)/.dev  ## build sdist and wheel, install the wheel in a new environment, and train there
 	$(BIN)/python scripts/wheel_check.py
 
-chaos: $(VENV)/.dev  ## strike ranks at exact moments, and compare the bits they end with; takes minutes
+chaos: $(VENV)/.dev  ## kill ranks at exact moments and compare the final bits (minutes)
 	$(BIN)/python scripts/chaos.py --keep $(ARGS)
 
-bench: $(VENV)/.dev  ## run the benchmarks; dated results go to benchmarks/results
+bench: $(VENV)/.dev  ## run the benchmarks and save dated results in benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
 pictures: $(VENV)/.digits  ## draw the pictures of the docs again
 	for what in collectives ring tree halving-doubling broadcast reduce bucket-overlap workflow bubble data-parallel same-bits; do \
 		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
 
-notebooks: $(VENV)/.dev  ## run the notebooks again, and keep their output
+notebooks: $(VENV)/.dev  ## run the notebooks and save their output
 	$(BIN)/python scripts/run_notebooks.py $(ARGS)
 
 docs: $(VENV)/.docs  ## build the docs site from docs/, docstrings, notebooks and results

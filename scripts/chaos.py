@@ -228,7 +228,7 @@ def tried(case: Case, undisturbed: dict[str, list[Any]]) -> dict[str, Any]:
         "name": case.name,
         "nproc": case.nproc,
         "strikes": len(case.orders),
-        "restarts": ended[1].count("; starting all ranks again") if case.fails else first.get("restarts", 0),
+        "restarts": ended[1].count("; restarting all ranks") if case.fails else first.get("restarts", 0),
         "redone": first.get("redone", 0),
         "source": first.get("from"),
         "equal": not case.fails and are_equal(case, ended[2], reference),

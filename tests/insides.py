@@ -103,7 +103,7 @@ _NAMES = {
         "End NOT_BEGUN State cause doings failures headline identity raised remarks report state_of usage"
     ),
     "launch.signals": "HELD_BACK",
-    "launch.verdict": "Cause Change EARLY_S Failure LIMIT Past Places Reached Verdict verdict",
+    "launch.verdict": "Cause Change EARLY_S Failure LIMIT Past Slots Reached Verdict verdict",
     "optim.sharding": "cut_evenly deal_out",
     "planner.critical_batch": "NoiseScale verdict=critical_batch_verdict estimate trade_off trainings",
     "planner.goodput": "best_interval goodput",

@@ -344,7 +344,7 @@ def test_invalid_costs_are_refused(cost: Any, message: str) -> None:
 def test_costs_need_a_dataset_and_windows_need_costs() -> None:
     with pytest.raises(UsageError, match="got a number of samples"):
         GlobalBatchSampler(3, 2, cost=len)
-    with pytest.raises(UsageError, match="give cost, or leave accumulate out"):
+    with pytest.raises(UsageError, match="give cost=, or remove accumulate="):
         GlobalBatchSampler(3, 2, accumulate=2)
     with pytest.raises(UsageError, match="padded is for slices of equal cost"):
         DataLoader([1, 2], 2, padded=True)

@@ -287,9 +287,8 @@ class Members:
         hosts, _, calls = zip(*(text.partition(" ") for text in texts), strict=True)
         ranks_by_call = ranks_by_value(zip(self.world_ranks, calls, strict=True))
         if call and (refusing := ranks_by_call.get("")):
-            raise DesyncError(
-                f"{named_ranks(refusing)} refused its tensor or argument; see the error there"
-            ).because_of(refusing)
+            errors = "their arguments; see their errors" if len(refusing) > 1 else "its arguments; see its error"
+            raise DesyncError(f"{named_ranks(refusing)} rejected {errors}").because_of(refusing)
         if call and len(ranks_by_call) > 1:
             difference = ", ".join(f"{text} on {named_ranks(ranks)}" for text, ranks in ranks_by_call.items())
             raise DesyncError(f"ranks call different collectives: {difference}; call the same one on every rank")

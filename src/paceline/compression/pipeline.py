@@ -57,7 +57,7 @@ class Gradients:
         return int(self.bucket.buffer().nbytes)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Return each parameter's view of `flat`, a tensor like :attr:`flat`."""
+        """Split `flat`, a tensor like :attr:`flat`, into one view per parameter."""
         return views_of(flat, self.bucket.parameters())
 
     def write(self, mean: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Gradients:
 
 
 def views_of(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Return, for each of `parameters`, its view of `flat`, which holds their values as real numbers."""
+    """Split `flat`, which holds the parameters' values as real numbers, into one view per parameter."""
     complex_flat = torch.view_as_complex(flat.view(-1, 2)) if any(p.is_complex() for p in parameters) else flat
     pieces = complex_flat.split([parameter.numel() for parameter in parameters])
     shaped = [shaped_like(parameter, piece) for parameter, piece in zip(parameters, pieces, strict=True)]

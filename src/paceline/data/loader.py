@@ -361,7 +361,7 @@ def _given(
         )
     if isinstance(dataset, GlobalBatchStream):
         if sampler is not None:
-            raise UsageError("a GlobalBatchStream makes its own batches; leave batch_sampler out")
+            raise UsageError("a GlobalBatchStream makes its own batches; remove batch_sampler=")
         return dataset
     if isinstance(dataset, IterableDataset):
         name = type(dataset).__name__
@@ -392,7 +392,7 @@ def _made(
             f"train on all of it; give DataLoader(GlobalBatchStream({name}(…), batch_size={batch_size}))"
         )
     if of_samplers["shuffle"]:
-        raise UsageError(f"{name} is an IterableDataset, which has no order to shuffle; leave shuffle out")
+        raise UsageError(f"{name} is an IterableDataset, which has no order to shuffle; remove shuffle=")
     if of_samplers["cost"] is not None or of_samplers["padded"]:
-        raise UsageError(f"{name} is an IterableDataset, whose costs are unknown in advance; leave cost out")
+        raise UsageError(f"{name} is an IterableDataset, whose costs are unknown in advance; remove cost=")
     return GlobalBatchStream(dataset, batch_size, **shared_options)

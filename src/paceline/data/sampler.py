@@ -90,7 +90,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self._split = split_by_padded_cost if padded else split_by_cost
         if cost is None and (padded or self.window > 1):
             name = "padded" if padded else "accumulate"
-            raise UsageError(f"{name} is for slices of equal cost; give cost, or leave {name} out")
+            raise UsageError(f"{name} is for slices of equal cost; give cost=, or remove {name}=")
         if not isinstance(dataset, int):
             self.describe(dataset)
         self.shuffle = shuffle

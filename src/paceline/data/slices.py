@@ -205,6 +205,6 @@ def checked_speeds(speed: Sequence[float] | None, world_size: int, batch_size: i
     if batch_size < world_size:
         raise UsageError(
             f"a global batch of {batch_size} samples cannot be cut by speed among {world_size} ranks; give a "
-            f"batch_size of at least {world_size}, or leave speed out"
+            f"batch_size of at least {world_size}, or remove speed="
         )
     return speeds if world_size > 1 else None

@@ -95,8 +95,8 @@ class BuffersAtRest:
         # The flat tensors to broadcast, one per device; allocated on first use and when the buffers' shapes or dtypes
         # change.
         self._flats: list[Tensor] = []
-        # Grouped by dtype, because a GPU can copy many tensors of one dtype in a single kernel: the indices of the
-        # buffers, and for each buffer a view of its part of a flat tensor, in the buffer's shape.
+        # For each dtype: the buffers' indices and their views into one flat tensor, so that a GPU copies them in one
+        # kernel.
         self._places: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
         # The same for tensors marked as conjugate or negative, which torch cannot copy in one kernel.
         self._marked: list[tuple[int, Tensor]] = []

@@ -57,7 +57,7 @@ def accumulate(
     """
     if (count := model.virtual_ranks) is not None:
         if every is not None:
-            raise UsageError(f"a model with virtual_ranks={count} accumulates over its slices; leave every out")
+            raise UsageError(f"a model with virtual_ranks={count} accumulates over its slices; remove every=")
         yield from _slices(model, batches, count)
         return
     yield from _windows(model, batches, every)

@@ -295,7 +295,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         black_boxes(job.run_id, job.command, job.nproc) as boxes,
         closing(fork_server(job, printed.say)) as server,
     ):
-        restarts = Restarts(boxes.path, job.max_restarts, job.supervision.places(job.nproc))
+        restarts = Restarts(boxes.path, job.max_restarts, job.supervision.slots(job.nproc))
         agent = Agent(job, files, caught, printed.say, restarts, server, boxes, report)
         try:
             has_succeeded = agent.run()

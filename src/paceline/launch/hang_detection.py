@@ -242,8 +242,8 @@ def _detail(view: RankView) -> str:
     elif view.process == "D":
         how += ", in a system call of a disk or driver that cannot be interrupted"
     if view.box is not None:
-        state = state_of(view.box, time.monotonic(), raised=False)
-        how += f", {state.moment.partition(', for ')[0]}"
+        activity = state_of(view.box, time.monotonic(), raised=False).activity
+        how += f", {activity}" if activity.startswith("before") else f", in {activity}"
     return how + ("" if view.stacks or view.stopped else "; it did not report its stacks")
 
 

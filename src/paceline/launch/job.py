@@ -91,7 +91,7 @@ class Job:
         if self.interval <= 0:
             raise UsageError(f"monitor_interval={self.interval} is not positive; give seconds, such as 0.1")
         check_files(self.nproc)
-        self.supervision.places(self.nproc)
+        self.supervision.slots(self.nproc)
 
 
 def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServer:

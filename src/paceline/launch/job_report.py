@@ -10,7 +10,7 @@
                 no restart
     changes     changes to the ranks, in order:
         time        time of the decision, in seconds since the epoch
-        from, to    number of ranks before and after; equal if ranks only moved to other places
+        from, to    number of ranks before and after; equal if ranks only moved to other slots
         why         the reason that the launcher prints
         steps_redone
                     completed steps that the next start computed again; null until that start has ended
@@ -80,7 +80,7 @@ class JobReport:
         self._steps_redone, self._rescued_from = steps_redone, rescued_from
 
     def restarted(self, change: Change | None = None) -> None:
-        """Count a restart of all ranks, and record the change in their number or places, if any."""
+        """Count a restart of all ranks, and record the change in their number or slots, if any."""
         self._restarts += 1
         if change is not None:
             numbers = {"from": change.before, "to": change.after}

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from paceline.core.option_rules import flag_of
 from paceline.errors import UsageError
-from paceline.launch.verdict import LIMIT, Places
+from paceline.launch.verdict import LIMIT, Slots
 
 TIMEOUT_S = 600
 """Default timeout of collectives."""
@@ -55,8 +55,8 @@ class Supervision:
     min_nproc: int | None = _option(
         None,
         "N",
-        "If a rank fails twice in the same place, go on with fewer ranks, but at least N. With virtual ranks, the "
-        "number of ranks divides theirs. By default all ranks are restarted. For one host.",
+        "If a rank fails twice in the same slot, continue with fewer ranks, but at least N; with virtual ranks, a "
+        "divisor of their number. By default all ranks are restarted. For one host.",
     )
 
     def __post_init__(self) -> None:
@@ -66,12 +66,12 @@ class Supervision:
         if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
             raise UsageError(f"--hang-timeout={seconds:g} is not positive and finite; give seconds, such as 120")
 
-    def places(self, nproc: int) -> Places:
-        """Return the places of a job of `nproc` ranks."""
+    def slots(self, nproc: int) -> Slots:
+        """Return the slots of a job of `nproc` ranks."""
         minimum = self.min_nproc
         if minimum is not None and not 1 <= minimum <= nproc:
             raise UsageError(f"--min-nproc={minimum} is out of range; give a value from 1 to {nproc} (--nproc)")
-        return Places(nproc, minimum)
+        return Slots(nproc, minimum)
 
 
 TYPES = get_type_hints(Supervision)

@@ -22,7 +22,7 @@ from paceline.core.messages import counted
 from paceline.core.step_progress import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, present_records, spare_page
 from paceline.launch.hook.run_module import module_command
 from paceline.launch.signals import sheltered
-from paceline.launch.verdict import LIMIT, Cause, Change, Failure, Past, Places, Reached, Verdict, verdict
+from paceline.launch.verdict import LIMIT, Cause, Change, Failure, Past, Reached, Slots, Verdict, verdict
 
 RESCUE_S = 5.0
 """Seconds, in addition to two steps, for the remaining ranks to notice a failure and save their last step."""
@@ -40,16 +40,16 @@ class Restarts:
         folder: the job's folder.
         limit: maximum number of consecutive restarts without progress. None means :data:`LIMIT` if the ranks report
             their steps, else 0.
-        places: the places of the ranks; the next start may use fewer places.
+        slots: the slots of the ranks; the next start may use fewer slots.
     """
 
-    def __init__(self, folder: Path, limit: int | None, places: Places | None = None) -> None:
+    def __init__(self, folder: Path, limit: int | None, slots: Slots | None = None) -> None:
         self._folder, self._limit = folder, limit
-        self._places = places or Places(1)
+        self._slots = slots or Slots(1)
         self._virtual_ranks: int | None = None
         """Number of virtual ranks, as last reported by the ranks; None before the first report."""
         self.change: Change | None = None
-        """Change in the number or places of ranks from the last start to the next; None if both stay the same."""
+        """Change in the number or slots of ranks from the last start to the next; None if both stay the same."""
         self.count = 0
         """Number of restarts of all ranks."""
         self._began = time.monotonic()
@@ -67,13 +67,13 @@ class Restarts:
     @property
     def size(self) -> int:
         """Number of ranks in the next start."""
-        return len(self._places.used)
+        return len(self._slots.used)
 
     def environment(self, of_job: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables that ranks get in addition to `of_job`."""
         variables = {"TORCHELASTIC_RESTART_COUNT": str(self.count), RESTARTS: str(self.limit)}
-        if not self._places.are_the_first:  # each local rank uses the visible GPU with its number
-            variables[GPUS] = ",".join(self._places.select(_visible_gpus(of_job)))
+        if not self._slots.are_the_first:  # each local rank uses the visible GPU with its number
+            variables[GPUS] = ",".join(self._slots.select(_visible_gpus(of_job)))
         return variables
 
     def reached(self) -> list[Reached]:
@@ -107,13 +107,13 @@ class Restarts:
         if self.verdict not in (Verdict.MISTAKE, Verdict.REPEATED):
             return None
         could_be = self.limit and (self._limit is not None or bool(self._past.best))
-        return f"{self.verdict.value}: the ranks are not started again" if could_be else None
+        return f"{self.verdict.value}: the ranks are not restarted" if could_be else None
 
     def decide(self, cause: Cause) -> str | None:
         """Decide whether to restart after a failure; return the message for the restart, or None for no restart."""
         now = time.monotonic()
         failure = Failure(cause, self.reached(), now - self._began)
-        if self._places.failed(cause.rank, failure.seconds, now) and cause.may_pass:
+        if self._slots.failed(cause.rank, failure.seconds, now) and cause.may_pass:
             self._past = replace(self._past, error=None)  # a device error may not recur on other devices
         self.verdict = verdict(failure, self._past, self._limit)
         self._past = self._past.with_one_more(failure)
@@ -132,11 +132,11 @@ class Restarts:
 
     def can_grow(self) -> bool:
         """Return whether more ranks than are running can start now."""
-        if not self._places.lacks_some:
+        if not self._slots.lacks_some:
             return False
         if self._virtual_ranks is None:
             self._learn_virtual_ranks(self.reached())
-        return len(self._places.next(self._virtual_ranks, time.monotonic())) > self.size
+        return len(self._slots.next(self._virtual_ranks, time.monotonic())) > self.size
 
     def grow(self, step: int) -> str:
         """Prepare a start with more ranks, after all ranks have saved `step` and exited; return the message."""
@@ -144,12 +144,12 @@ class Restarts:
         return f"step {step} is saved; {self._start_again('', f'restart {self.count}', time.monotonic())}"
 
     def _start_again(self, where: str, number: str, now: float) -> str:
-        self.change = change = self._places.move(self._virtual_ranks, now)
+        self.change = change = self._slots.move(self._virtual_ranks, now)
         if change is None:
-            return f"starting all ranks again{where} ({number})"
+            return f"restarting all ranks{where} ({number})"
         ranks = counted(change.after, "rank")
-        how = f"instead of {change.before}" if change.after != change.before else "in other places"
-        return f"starting {ranks} {how}{where} ({number}): {change.why}"
+        how = f"instead of {change.before}" if change.after != change.before else "in other slots"
+        return f"restarting with {ranks} {how}{where} ({number}): {change.why}"
 
     def _learn_virtual_ranks(self, reached: Sequence[Reached]) -> None:
         if any(record.has_begun for record in reached):  # by then, all state is registered with the Checkpointer

@@ -17,8 +17,9 @@ from paceline.launch.verdict import Cause
 
 UNWINDING_S = 5.0
 """Maximum time between an exception in a phase and the rank's failure."""
+_SCRIPT = "the script's own code"
 _DOING = {
-    "loop": "in the script's own code",
+    "loop": f"in {_SCRIPT}",
     "data wait": "waiting for data",
     "wait": "waiting for gradients",
     "bucket wait": "waiting for gradients",
@@ -60,12 +61,17 @@ class State:
 
     @property
     def moment(self) -> str:
-        """Description for the rank that failed, such as "in step 41, backward, for 300 ms"."""
+        """Description for the rank that failed, such as "300 ms into backward of step 41"."""
+        return self.activity if self.phase is None else f"{duration(self.seconds)} into {self.activity}"
+
+    @property
+    def activity(self) -> str:
+        """The moment without its time, such as "backward of step 41"."""
         if self.phase is None:
             return "before its first step"
-        phase = _DOING["loop"] if self.phase == "loop" else self.phase
+        phase = _SCRIPT if self.phase == "loop" else self.phase
         bucket = "" if self.bucket is None else f" {self.bucket}"
-        return f"in {self._step}, {phase}{bucket}, for {duration(self.seconds)}"
+        return f"{phase}{bucket} of {self._step}"
 
     @property
     def doing(self) -> str:
@@ -211,7 +217,7 @@ def cause(ends: Sequence[End]) -> Cause:
     record = first.record
     step, is_kill = None if first.state is None else first.state.completed, first.code == -signal.SIGKILL
     if record is None or record.blamed is not None:
-        # Losing a peer is not held against a rank's place, but keeping the others waiting may be.
+        # Losing a peer is not held against a rank's slot, but keeping the others waiting may be.
         absent = next(iter(missed(ends)), None if first.suspicion == LOST_A_PEER else first)
         return Cause(is_kill=is_kill, step=step, rank=None if absent is None else absent.rank)
     rank = first.rank if record.may_pass and not record.is_one_of else None

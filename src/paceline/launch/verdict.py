@@ -1,4 +1,4 @@
-"""Decides whether to restart after a failed start of the ranks, and on which places.
+"""Decides whether to restart after a failed start of the ranks, and on which slots.
 
 Only restarts without progress count. A start that completes a new step resets the count. Decision 0047 explains why.
 """
@@ -13,7 +13,7 @@ from enum import Enum
 from paceline.core.messages import counted
 
 REJOIN_S = 600.0
-"""Seconds until a left-out place is tried again."""
+"""Seconds until a left-out slot is tried again."""
 WELL_S = 600.0
 """A start that lasts longer than this, in seconds, resets the counts of failures."""
 LIMIT = 3
@@ -48,7 +48,7 @@ class Cause:
     step: int | None = None
     """The first rank's last completed step of the job; None if unknown."""
     rank: int | None = None
-    """The rank that failed first, if its place on the host may be to blame, because its process ended or its device
+    """The rank that failed first, if its slot on the host may be to blame, because its process ended or its device
     failed. None for an exception in the script and for an error that names several ranks."""
 
 
@@ -96,8 +96,8 @@ class Reached:
         newest, on_disk = max(self.rescued or 0, self.on_disk or 0), self.on_disk or 0
         if not self.completed:
             return ""
-        place = "on disk" if newest == on_disk else "in memory"
-        where = f" from step {newest}, which is {place}" if newest else " from the beginning"
+        source = "saved on disk" if newest == on_disk else "rescued from memory"
+        where = f" from step {newest}, {source}" if newest else " from the beginning"
         if newest >= self.completed:
             return where
         begun = f" after optimizers had begun step {self.prepared}" if self.prepared > self.completed else ""
@@ -207,19 +207,19 @@ def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
 
 @dataclass(frozen=True)
 class Change:
-    """A change in the number of ranks, or only in their places, from one start to the next."""
+    """A change in the number of ranks, or only in their slots, from one start to the next."""
 
     before: int
     after: int
     why: str
 
 
-class Places:
-    """The places that the ranks of one job use on this host.
+class Slots:
+    """The slots that the ranks of one job use on this host.
 
-    A place is a slot for a rank. It keeps its number for the whole job and, on a host with GPUs, stands for the GPU
-    with that number. If the rank in a place has caused two early failures, the place is left out for a while and the
-    job runs with fewer ranks. Decision 0057 explains why.
+    A slot holds one rank, as in MPI and Slurm. It keeps its number for the whole job and, on a host with GPUs, stands
+    for the GPU with that number. If the rank in a slot has caused two early failures, the slot is left out for a while
+    and the job runs with fewer ranks. Decision 0057 explains why.
 
     Args:
         count: number of ranks that the user asked for.
@@ -227,15 +227,15 @@ class Places:
     """
 
     used: tuple[int, ...]
-    """The place of each local rank."""
+    """The slot of each local rank."""
 
     def __init__(self, count: int, minimum: int | None = None) -> None:
         self._count, self._least = count, count if minimum is None else minimum
         self.used = tuple(range(count))
         self._failures = Counter[int]()
-        """Number of early failures that each place caused."""
+        """Number of early failures that each slot caused."""
         self._until: dict[int, float] = {}
-        """When to try each left-out place again."""
+        """When to try each left-out slot again."""
 
     @property
     def lacks_some(self) -> bool:
@@ -243,29 +243,29 @@ class Places:
         return len(self.used) < self._count
 
     def failed(self, rank: int | None, seconds: float, now: float) -> bool:
-        """Count a failed start that lasted `seconds`; return whether a place is left out because of it.
+        """Count a failed start that lasted `seconds`; return whether a slot is left out because of it.
 
         Args:
-            rank: the rank whose place may be the cause; None if no place is to blame.
+            rank: the rank whose slot may be the cause; None if no slot is to blame.
         """
         if seconds > WELL_S:
             self._failures.clear()
         if rank is None or self._least == self._count:
             return False
-        place = self.used[rank]
-        self._failures[place] += 1
-        if self._failures[place] > 1:
-            self._until[place] = now + REJOIN_S
-        return self._failures[place] > 1
+        slot = self.used[rank]
+        self._failures[slot] += 1
+        if self._failures[slot] > 1:
+            self._until[slot] = now + REJOIN_S
+        return self._failures[slot] > 1
 
     def next(self, virtual_ranks: int | None, now: float) -> tuple[int, ...]:
-        """Return the places for the next start: all places that are not left out, or every place if too few remain.
+        """Return the slots for the next start: all slots that are not left out, or every slot if too few remain.
 
         Args:
             virtual_ranks: number of virtual ranks, which must be divisible by the number of ranks; 0 for none; None if
                 unknown. If unknown, the number of ranks must be a power of two.
         """
-        available = [place for place in range(self._count) if self._until.get(place, now) <= now]
+        available = [slot for slot in range(self._count) if self._until.get(slot, now) <= now]
         sizes = [size for size in range(self._least, len(available) + 1) if self._divides(size, virtual_ranks)]
         return tuple(available[: sizes[-1]]) if sizes else tuple(range(self._count))
 
@@ -277,29 +277,29 @@ class Places:
         return _is_power_of_two(size) if virtual_ranks is None else virtual_ranks % size == 0
 
     def move(self, virtual_ranks: int | None, now: float) -> Change | None:
-        """Switch to the places of the next start; return the change, or None if they stay the same."""
+        """Switch to the slots of the next start; return the change, or None if they stay the same."""
         previous, self.used = self.used, self.next(virtual_ranks, now)
         if previous == self.used:
             return None
         if len(previous) < len(self.used):
-            back = _named([place for place in self.used if place not in previous])
+            back = _named([slot for slot in self.used if slot not in previous])
             return Change(len(previous), len(self.used), f"{back} tried again")
-        left_out = _named([place for place, until in sorted(self._until.items()) if until > now])
+        left_out = _named([slot for slot, until in sorted(self._until.items()) if until > now])
         return Change(len(previous), len(self.used), f"{left_out} left out after two failures, for {REJOIN_S:g} s")
 
     @property
     def are_the_first(self) -> bool:
-        """Whether every rank's place has the same number as the rank."""
+        """Whether every rank's slot has the same number as the rank."""
         return self.used == tuple(range(len(self.used)))
 
     def select(self, shares: Sequence[str]) -> list[str]:
-        """Return the entries of `shares` for the used places; all of `shares` if it has too few."""
-        return [shares[place] for place in self.used] if len(shares) >= self._count else list(shares)
+        """Return the entries of `shares` for the used slots; all of `shares` if it has too few."""
+        return [shares[slot] for slot in self.used] if len(shares) >= self._count else list(shares)
 
 
 def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _named(places: Sequence[int]) -> str:
-    return f"place {places[0]} is" if len(places) == 1 else f"places {', '.join(map(str, places))} are"
+def _named(slots: Sequence[int]) -> str:
+    return f"slot {slots[0]} is" if len(slots) == 1 else f"slots {', '.join(map(str, slots))} are"

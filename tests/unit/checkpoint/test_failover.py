@@ -135,13 +135,13 @@ with paceline.Checkpointer("saved", every=2) as checkpointer:
         # 7, which the other rank completes although it does not know the lost rank's random state.
         ("in turn", "forward rank=1 at=4; forward rank=0 at=24 start=1 do=raise; stepped rank=1 at=3 start=2",
          "restarts=3, steps_redone=2, rescued_from='disk'", [
-             "4, which is on disk, 1 step back, because no rank could save step 5 after optimizers had begun step 6 (",
+             "4, saved on disk, 1 step back, because no rank could save step 5 after optimizers had begun step 6 (",
              "the completed step 7 was not rescued: random generator 'torch' of rank 1 changed",
-             "from step 6, which is on disk, 1 step back, because no rank could save step 7 (restart 3)"]),
+             "from step 6, saved on disk, 1 step back, because no rank could save step 7 (restart 3)"]),
         # Both step after the last backward, as Muon and AdamW do.
         ("back to back", "gate rank=1 at=3; stepped rank=0 at=2 start=1",
          "restarts=2, steps_redone=0, rescued_from='memory'",
-         ["from step 3, which is in memory (restart 1)", "from step 5, which is in memory (restart 2)"]),
+         ["from step 3, rescued from memory (restart 1)", "from step 5, rescued from memory (restart 2)"]),
     ],
     ids=["in turn", "back to back"],
 )  # fmt: skip
@@ -409,7 +409,7 @@ def test_a_job_with_too_little_memory_restarts_from_disk_with_a_warning(tmp_path
     assert "ranks 0, 1: a failure will cost the steps since the last save on disk" in err
     assert f"because the job's folder is full ({small}" in err
     assert "; enlarge it (in a container: docker run --shm-size=8g), or choose another folder with PACELINE_JOBS" in err
-    assert "from step 5, which is on disk, 2 steps back, because no rank could save step 7 (restart 1)" in err
+    assert "from step 5, saved on disk, 2 steps back, because no rank could save step 7 (restart 1)" in err
     assert [path.name for path in small.iterdir()] == ["ballast"]
 
 
@@ -428,7 +428,7 @@ def test_memory_that_fills_up_during_training_saves_the_last_step_to_disk(tmp_pa
     (small / "ballast").unlink()
     code, out, err = train(tmp_path, {PARENT: str(small)}, kill=7, fill=str(small))
     assert (code, out) == (0, ["begins at 0 0 None", "begins at 7 0 disk"]), err
-    assert "starting all ranks again from step 7, which is on disk (restart 1)" in err
+    assert "restarting all ranks from step 7, saved on disk (restart 1)" in err
     assert [path.name for path in small.iterdir()] == ["fill"]
 
 
@@ -558,7 +558,7 @@ def test_a_step_in_memory_is_kept_in_the_run_folder_or_reported_lost(tmp_path: P
     # It was reported as saved in the job's folder, which is deleted with the job.
     done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINER), *folder, fork="all")
     assert done.returncode == 1, done.stderr
-    assert "starting all ranks again from step 2, which is in memory" in done.stderr
+    assert "restarting all ranks from step 2, rescued from memory" in done.stderr
     assert (LOST in done.stderr.splitlines()) is not bool(folder)
     paths = re.findall(r"/\S*step-\d{8}", done.stderr)
     assert paths == ([str(tmp_path / "runs" / step_name(2))] if folder else [])
@@ -570,7 +570,7 @@ def test_a_save_interrupted_by_a_kill_is_repeated_after_the_restart(tmp_path: Pa
     first = partial(strike, "before-rename rank=0 at=1")
     done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, SHORT_LOOP), fork="all", first=first)
     assert done.returncode == 0, done.stderr
-    assert "starting all ranks again from step 2, which is in memory" in done.stderr
+    assert "restarting all ranks from step 2, rescued from memory" in done.stderr
     assert (tmp_path / "runs" / step_name(2) / "manifest.json").exists()
 
 

@@ -250,7 +250,7 @@ def test_other_ranks_name_the_rank_that_refused_its_tensor(three: ThreadRanks) -
     tensors = ones(3, 4), ones(4, 3).t()
     call = lambda rank, group: algorithms.ring_all_reduce(tensors[rank % 2], group=group)  # noqa: E731
     first, second, third = three.run(refusal, call)
-    assert first == third == "DesyncError: rank 1 refused its tensor or argument; see the error there"
+    assert first == third == "DesyncError: rank 1 rejected its arguments; see its error"
     assert second.startswith("UsageError: ring_all_reduce on rank 1: the tensor of shape (3, 4) is not contiguous")
 
 

@@ -148,7 +148,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "step in a hook": (lambda: step_in_a_hook(4), IN_A_HOOK),
     "step in a hook, one slice": (lambda: step_in_a_hook(2), IN_A_HOOK),
     "other loader": (lambda: next(accumulate(wrap(), [torch.ones(2, 4)])), "needs a loader that cuts each batch"),
-    "every": (lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 8), every=2)), "leave every out"),
+    "every": (lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 8), every=2)), "remove every="),
     "small batch": (
         lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 2))),
         "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices",

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from insides import GPUS, STEPS, Cause, Change, JobReport, Places, Restarts, StepRecord, record_path
+from insides import GPUS, STEPS, Cause, Change, JobReport, Restarts, Slots, StepRecord, record_path
 from insides import launch_verdict as verdict
 from namespaces import two_hosts
 from processes import Running, gone_after, paceline, script, strike
 
-# -- places ---------------------------------------------------------------------------------------------------------
+# -- slots ---------------------------------------------------------------------------------------------------------
 
 
 def after(failures: Sequence[tuple[int | None, float, float]], now: float, slices: int | None = 0) -> tuple[int, ...]:
-    """Return the places of a 4-rank job (minimum 2) after failures given as (rank, duration of the start, time)."""
-    four = Places(4, 2)
+    """Return the slots of a 4-rank job (minimum 2) after failures given as (rank, duration of the start, time)."""
+    four = Slots(4, 2)
     for rank, seconds, at in failures:
         four.failed(rank, seconds, at)
         four.move(slices, at)
@@ -47,11 +47,11 @@ TWICE = [(1, 5.0, 100.0), (1, 5.0, 110.0)]
         ([(None, 5, 100), (None, 5, 110)], 110, 0, (0, 1, 2, 3)),  # an error of the script itself
         ([(1, 5, 100), (3, 5, 110), (1, 5, 120)], 120, 0, (0, 2, 3)),
         ([(1, 5, 100), (1, 601, 801)], 801, 0, (0, 1, 2, 3)),  # a long healthy start in between
-        # Of three ranks, rank 1 runs at place 2.
+        # Of three ranks, rank 1 runs at slot 2.
         ([*TWICE, (1, 5, 120), (1, 5, 130)], 130, 0, (0, 3)),
         # Retried, and failed again.
         ([*TWICE, (0, 5, 711), (1, 5, 715)], 715, 0, (0, 2, 3)),
-        # Too few places remain, so all are tried again.
+        # Too few slots remain, so all are tried again.
         ([*TWICE, (1, 5, 120), (1, 5, 130), (1, 5, 140), (1, 5, 150)], 150, 0, (0, 1, 2, 3)),
     ],
 )
@@ -62,37 +62,37 @@ def test_place_excluded_after_two_consecutive_failures(
 
 
 def test_no_place_excluded_without_a_minimum() -> None:
-    four = Places(4)
+    four = Slots(4)
     assert [four.failed(1, 1, at) for at in range(5)] == [False] * 5
     assert four.move(0, 5.0) is None
 
 
 @pytest.mark.parametrize("count", [3, 6])
 def test_first_failure_keeps_all_ranks_without_a_checkpointer(count: int) -> None:
-    """The number was cut to a power of two for possible virtual ranks, and no place was blamed for it."""
-    some = Places(count, 2)
+    """The number was cut to a power of two for possible virtual ranks, and no slot was blamed for it."""
+    some = Slots(count, 2)
     some.failed(1, 5, 0.0)
     assert some.move(None, 0.0) is None
     some.failed(1, 5, 1.0)
-    why = "place 1 is left out after two failures, for 600 s"
+    why = "slot 1 is left out after two failures, for 600 s"
     assert some.move(None, 1.0) == Change(count, count - 1, why)  # not a power of two, so the job has no virtual ranks
     assert some.move(None, 2.0) is None
-    assert some.move(None, 601.0) == Change(count - 1, count, "place 1 is tried again")
+    assert some.move(None, 601.0) == Change(count - 1, count, "slot 1 is tried again")
 
 
 def test_replaced_place_is_reported(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 9, Places(4, 2))
+    restarts = Restarts(tmp_path, 9, Slots(4, 2))
     said = [restarts.decide(Cause(is_kill=True, rank=rank)) for rank in (1, 1, 1, 1)]
     assert said[1] is not None
-    assert said[1].startswith("starting 2 ranks instead of 4 (restart 2 of 9): place 1 is left out")
-    assert said[2] == "starting all ranks again (restart 3 of 9)"
-    why = "places 1, 2 are left out after two failures, for 600 s"
-    assert said[3] == f"starting 2 ranks in other places (restart 4 of 9): {why}"
+    assert said[1].startswith("restarting with 2 ranks instead of 4 (restart 2 of 9): slot 1 is left out")
+    assert said[2] == "restarting all ranks (restart 3 of 9)"
+    why = "slots 1, 2 are left out after two failures, for 600 s"
+    assert said[3] == f"restarting with 2 ranks in other slots (restart 4 of 9): {why}"
     assert restarts.change == Change(2, 2, why)
 
 
 def test_ranks_use_the_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    restarts = Restarts(tmp_path, 9, Places(4, 2))
+    restarts = Restarts(tmp_path, 9, Slots(4, 2))
     of_job = {GPUS: "4,5,6,7"}
     assert GPUS not in restarts.environment(of_job)
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_ranks_use_the_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_device_error_is_retried_in_other_places(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 9, Places(2, 1))
+    restarts = Restarts(tmp_path, 9, Slots(2, 1))
     folder = tmp_path / STEPS / "key"
     lost = Cause("AcceleratorError", may_pass=True, rank=1)
     said = []
@@ -119,11 +119,11 @@ def test_device_error_is_retried_in_other_places(tmp_path: Path) -> None:
         restarts.begin()
     again = "from the beginning, 5 steps back, because no rank could save step 5"
     assert said[:2] == [
-        f"starting all ranks again {again} (restart 1)",
-        f"starting 1 rank instead of 2 {again} (restart 2, 2 of 9 without progress): "
-        "place 1 is left out after two failures, for 600 s",
+        f"restarting all ranks {again} (restart 1)",
+        f"restarting with 1 rank instead of 2 {again} (restart 2, 2 of 9 without progress): "
+        "slot 1 is left out after two failures, for 600 s",
     ]
-    assert said[2] is None  # the same error at the same step in another place
+    assert said[2] is None  # the same error at the same step in another slot
 
 
 def test_report_lists_each_change_and_its_lost_steps(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ open(f"end-{world.rank}", "w").write(json.dumps([world.size, digest.hexdigest()]
 
 
 def prepare(orders: str) -> None:
-    """Set up fault injection, and retry failed places after one second."""
+    """Set up fault injection, and retry failed slots after one second."""
     strike(orders)
     verdict.REJOIN_S = 1.0
 
@@ -227,14 +227,14 @@ def sizes(report: dict[str, Any]) -> list[int]:
 
 
 def twice(rank: int, first: tuple[str, int], second: tuple[str, int]) -> str:
-    """Return fault orders for the place of `rank` in two consecutive starts."""
+    """Return fault orders for the slot of `rank` in two consecutive starts."""
     return "; ".join(f"{what} rank={rank} at={at} start={start}" for start, (what, at) in enumerate([first, second]))
 
 
 @pytest.mark.slow
 def test_random_kills_with_4_2_and_4_ranks_match_a_single_rank_bitwise(tmp_path: Path) -> None:
     single = trained(tmp_path / "one", 1, 8)
-    # The last fault strikes while the place is being retried.
+    # The last fault strikes while the slot is being retried.
     orders = twice(0, ("bucket", 5), ("forward", 3)) + "; bucket rank=0 at=1 start=3"
     job = trained(tmp_path / "elastic", 4, 8, 2, orders=orders)
     assert job["ends"] == [[4, digest] for _, digest in single["ends"] * 4]

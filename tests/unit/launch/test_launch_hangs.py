@@ -93,9 +93,9 @@ def test_hanging_rank_named_with_stacks_and_result_unchanged(tmp_path: Path, und
     said, has_stacks = done.stderr.splitlines(), how != "stop"
     assert any("rank 1 | " in line and "in hang" in line for line in said) is has_stacks, done.stderr
     assert "rank 0: waiting for gradients in step 4" in done.stderr
-    what = r"stopped for \d+ s, by SIGSTOP" if how == "stop" else r"no progress for \d+ s, in step 4, forward"
+    what = r"stopped for \d+ s, by SIGSTOP" if how == "stop" else r"no progress for \d+ s, in forward of step 4"
     assert re.search(f"rank 1 hangs: {what}", done.stderr), done.stderr
-    assert "in memory (restart 1" in said[-1]
+    assert "from memory (restart 1" in said[-1]
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
     first = failure["first"]
     assert (first["rank"], first["kind"], first["signal"], first["step"]) == (1, "hang", None, 4)

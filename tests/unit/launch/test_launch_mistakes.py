@@ -80,7 +80,7 @@ def test_limit_hit_during_startup_is_reported_in_one_line(
 def test_user_errors_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:
     done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), fork="all")
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("starting all ranks again") == 2
+    assert done.stderr.count("restarting all ranks") == 2
     assert "rank 1 failed first (signal SIGKILL" in done.stderr
     assert "rank 1 failed first (exit code 1: OSError: the address is in use)" in done.stderr
     assert done.stderr.count("Traceback") == 1
@@ -111,6 +111,6 @@ def test_script_with_uncounted_steps_restarts_once_it_has_an_optimizer(
 ) -> None:
     done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "2", script(tmp_path, PLAIN), when, fork="all")
     assert done.returncode == code, done.stderr
-    assert done.stderr.count("starting all ranks again") == starts - 1
-    mistake = "before the first step is the script's fault: the ranks are not started again"
+    assert done.stderr.count("restarting all ranks") == starts - 1
+    mistake = "before the first step is the script's fault: the ranks are not restarted"
     assert (mistake in done.stderr) is (starts == 1)

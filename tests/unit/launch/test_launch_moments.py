@@ -72,7 +72,7 @@ def test_killed_rank_reports_its_phase_which_a_restart_does_not_inherit(tmp_path
     code, said, report = struck(tmp_path, "backward:kill:1:0", "start:raise:1:1", nproc=3, restarts=1)
     assert code == 1
     assert "ranks 0, 2: waiting for gradients in step 3" in said
-    killed = r"rank 1 failed first \(signal SIGKILL, [^)]* memory runs out\) in step 3, backward, for \d"
+    killed = r"rank 1 failed first \(signal SIGKILL, [^)]* memory runs out\) \d+(\.\d+)? m?s into backward of step 3"
     assert any(re.match(killed, line) for line in said), said
     # On a busy machine the launcher may end the rank while it exits; the exit code is then missing.
     assert said[-1].replace("exit code 1: ", "") == "error: rank 1 failed first (ValueError: boom)"
@@ -95,7 +95,7 @@ def test_exception_reports_its_phase_and_a_recovered_job_is_ok(tmp_path: Path) -
     code, said, report = struck(tmp_path, "forward:raise:1:0", restarts=1)
     assert code == 0
     assert "rank 0: waiting for gradients in step 3" in said
-    assert re.search(r"\(ValueError: boom\) in step 3, forward, for \d", said[-1].replace("exit code 1: ", ""))
+    assert re.search(r"\(ValueError: boom\) \d.* into forward of step 3", said[-1].replace("exit code 1: ", ""))
     assert (report["ok"], report["exit_code"], report["restarts"]) == (True, 0, 1)
     (failure,) = report["failures"]
     assert (failure["first"]["kind"], failure["first"]["phase"]) == ("exception", "forward")
@@ -107,7 +107,9 @@ def test_two_simultaneous_failures_both_report_their_phase(tmp_path: Path) -> No
     code, said, report = struck(tmp_path, "loop:exit:0:0", "loop:exit:1:0")
     assert code == 1
     first = report["failures"][0]["first"]["rank"]
-    assert said[-1].startswith(f"error: rank {first} failed first (exit code 3) in step 3, in the script's own code")
+    assert re.match(
+        rf"error: rank {first} failed first \(exit code 3\) \d.* into the script's own code of step 3", said[-1]
+    )
     assert said[:2] == [
         f"rank {1 - first}: in the script's own code in step 3",
         f"rank {1 - first} also failed (exit code 3)",
@@ -139,7 +141,7 @@ for batch in DataLoader(Samples(torch.ones(32, 4)), 8):
 def test_unloadable_sample_fails_in_the_data_phase(tmp_path: Path) -> None:
     # The loader raises the error after the wait for the batch has ended.
     done = paceline(tmp_path, "run", script(tmp_path, LOADING), fork="all")
-    assert ") in step 3, data wait, for " in done.stderr.splitlines()[-1]
+    assert " into data wait of step 3" in done.stderr.splitlines()[-1]
 
 
 def test_running_and_interrupted_jobs_are_not_ok(tmp_path: Path) -> None:

@@ -103,9 +103,9 @@ def test_one_server_forks_the_ranks_of_every_restart_and_they_know_their_output_
     done = paceline(tmp_path, "run", *options, name, first=into_a_pipe, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert "failed first (signal SIGKILL" in done.stderr
-    assert "starting all ranks again (restart 1 of 2)" in done.stderr
+    assert "restarting all ranks (restart 1 of 2)" in done.stderr
     # The other rank may already have been exiting when the launcher ended it.
-    second = r"\(exit code 3\)(, after rank [01] had begun to end)?; starting all ranks again \(restart 2 of 2\)"
+    second = r"\(exit code 3\)(, after rank [01] had begun to end)?; restarting all ranks \(restart 2 of 2\)"
     assert re.search(second, done.stderr), done.stderr
     parents = {parent for life in range(3) for parent in (tmp_path / f"life-{life}").read_text().split()}
     assert len(parents) == 1

@@ -128,7 +128,7 @@ def test_step_counts_across_restarts_and_alternating_optimizers(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     failures = json.loads((tmp_path / "report.json").read_text())["failures"]
     assert [failure["first"]["step"] for failure in failures] == [3, 8, 15]
-    assert "in step 15, in the script's own code" in done.stderr
+    assert "into the script's own code of step 15" in done.stderr
 
 
 # -- step and phase of each rank ---------------------------------------------------------------------------------------
@@ -162,11 +162,11 @@ def test_state_is_of_the_moment_of_failure(box: Snapshot | None, moment: float, 
 
 
 MOMENTS = {
-    State(40, "backward", 0.3): "in step 41, backward, for 300 ms",
-    State(0, "bucket wait", 12.34, 2): "in step 1, bucket wait 2, for 12.3 s",
-    State(None, "forward", 0.0012): "in an unknown step, forward, for 1.2 ms",
-    State(3, "loop", 0.0521): "in step 4, in the script's own code, for 52.1 ms",
-    State(3, "collective", 1234.5): "in step 4, collective, for 20 min 34 s",
+    State(40, "backward", 0.3): "300 ms into backward of step 41",
+    State(0, "bucket wait", 12.34, 2): "12.3 s into bucket wait 2 of step 1",
+    State(None, "forward", 0.0012): "1.2 ms into forward of an unknown step",
+    State(3, "loop", 0.0521): "52.1 ms into the script's own code of step 4",
+    State(3, "collective", 1234.5): "20 min 34 s into collective of step 4",
     NOT_BEGUN: "before its first step",
 }
 

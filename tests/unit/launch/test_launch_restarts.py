@@ -61,7 +61,7 @@ def test_default_limit_is_three_restarts_without_progress(tmp_path: Path) -> Non
         decided.append(restarts.decide(Cause()))
         restarts.begin()
         start(tmp_path, [5, 5], restored=5)
-    again = "starting all ranks again from the beginning, 5 steps back, because no rank could save step 5"
+    again = "restarting all ranks from the beginning, 5 steps back, because no rank could save step 5"
     assert decided[-2:] == [f"{again} (restart 3, 3 of 3 without progress)", None]
     assert decided[0] == f"{again} (restart 1)"
 
@@ -169,7 +169,7 @@ def test_missing_restart_is_explained_if_possible(tmp_path: Path, limit: int | N
     if made:
         start(tmp_path, [0, 0])
     assert restarts.decide(BARE) is None
-    reason = "an exception before the first step is the script's fault: the ranks are not started again"
+    reason = "an exception before the first step is the script's fault: the ranks are not restarted"
     assert restarts.refusal == (reason if said else None)
 
 
@@ -265,11 +265,11 @@ def test_cause_is_the_first_error_of_the_rank_itself(ends: list[End], expected: 
 @pytest.mark.parametrize(
     ("rescued", "on_disk", "said"),
     [
-        ([7], [5], " from step 7, which is in memory"),
-        ([], [5, 7], " from step 7, which is on disk"),  # rescued to disk, as memory was full
-        ([7], [7], " from step 7, which is on disk"),
-        ([3], [5], " from step 5, which is on disk, 2 steps back, because no rank could save step 7"),
-        ([6], [5], " from step 6, which is in memory, 1 step back, because no rank could save step 7"),
+        ([7], [5], " from step 7, rescued from memory"),
+        ([], [5, 7], " from step 7, saved on disk"),  # rescued to disk, as memory was full
+        ([7], [7], " from step 7, saved on disk"),
+        ([3], [5], " from step 5, saved on disk, 2 steps back, because no rank could save step 7"),
+        ([6], [5], " from step 6, rescued from memory, 1 step back, because no rank could save step 7"),
         ([], [], " from the beginning, 7 steps back, because no rank could save step 7"),
     ],
 )
@@ -279,7 +279,7 @@ def test_message_names_the_step_to_resume(tmp_path: Path, rescued: list[int], on
     for folder, steps in ((tmp_path / RESCUE / KEY, rescued), (tmp_path / "checkpoints", on_disk)):
         for step in steps:
             (folder / f"step-{step:08d}").mkdir(parents=True)
-    assert Restarts(tmp_path, None).decide(Cause()) == f"starting all ranks again{said} (restart 1)"
+    assert Restarts(tmp_path, None).decide(Cause()) == f"restarting all ranks{said} (restart 1)"
 
 
 def test_record_can_be_written_when_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_restart_gets_a_fresh_store_and_can_succeed(tmp_path: Path) -> None:
     )
     done = paceline(tmp_path, "run", "--max-restarts", "2", name, fork="all")
     assert done.returncode == 0
-    assert done.stderr == "rank 0 failed first (exit code 3); starting all ranks again (restart 1 of 2)\n"
+    assert done.stderr == "rank 0 failed first (exit code 3); restarting all ranks (restart 1 of 2)\n"
     (port, had), (new_port, has) = ((tmp_path / f"life-{life}").read_text().split() for life in range(2))
     assert (had, has) == ("False", "False")
     assert port != new_port

@@ -39,7 +39,7 @@ def completed(folder: Path, *arguments: str, **options: Any) -> subprocess.Compl
 
 def accuracy(folder: Path, *arguments: str, **options: Any) -> str:
     done = completed(folder, *arguments, **options)
-    assert ("starting all ranks again from step 99" in done.stderr) == ("first" in options)
+    assert ("restarting all ranks from step 99" in done.stderr) == ("first" in options)
     [line] = [line for line in done.stdout.splitlines() if "accuracy" in line]
     return line
 

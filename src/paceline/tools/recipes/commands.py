@@ -112,7 +112,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}  # leaves only the recipe's options
     job = {"max_restarts": launcher["max_restarts"], "supervision": supervision_of(launcher)}
     count, note = resolve_nproc(launcher["nproc"])
-    job["supervision"].places(count)  # raises an error if --min-nproc is out of range
+    job["supervision"].slots(count)  # raises an error if --min-nproc is out of range
     environment = timeout_environment(None)
     config = RECIPES[recipe](**options)
     config.check()
