@@ -22,7 +22,7 @@ from docs_site.generated import (
 )
 from docs_site.links import Links
 from docs_site.notebook import write_page
-from docs_site.pages import ABOUT, NAV, NOTEBOOKS, ROOT, pages
+from docs_site.pages import ABOUT, NAV, NOTEBOOKS, ROOT, pages, quickstart
 
 
 def write(tree: Path, page: str, text: str, suffix: str = ".md") -> None:
@@ -67,6 +67,7 @@ def stage(tree: Path) -> None:
     for path, text in made.items():
         page = path.removeprefix("docs/").removesuffix(".md")
         write(tree, page, links.rewrite(text, path, page))
+    write(tree, "quickstart", links.rewrite(quickstart(), "README.md", "quickstart"))
     stage_reference(tree)
     sidebar = [toctree(caption, entries) for caption, entries in NAV.items()]
     sidebar += [toctree("API", ["reference/index"]), stage_notebooks(tree, links), toctree("About", ABOUT)]

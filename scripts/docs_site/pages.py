@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 NAV = {
-    "Start": ["training-loop", "trainer", "drop-in", "examples", "recipes", "notebooks"],
+    "Start": ["quickstart", "data-loading", "training-loop", "trainer", "drop-in", "examples", "recipes", "notebooks"],
     "Train": [
         "data-parallel",
         "uneven-inputs",
@@ -53,6 +54,12 @@ FOLDERS = {"docs/decisions": "decisions/index", "benchmarks/results": "benchmark
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def quickstart() -> str:
+    """Return the README's section on converting a script, as a page."""
+    [section] = re.findall(r"^## Convert a script\n(.*?)^## ", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+    return f"# Quickstart\n{section}"
 
 
 def pages() -> dict[str, str]:

@@ -133,6 +133,18 @@ def test_the_mixture_of_experts_matches_the_losses_of_one_process(tmp_path: Path
     assert unused[-1] > unused[0]  # so ranks differed in which experts had gradients
 
 
+@pytest.mark.slow
+def test_the_claims_of_tutorials_are_contradicted_as_the_page_says(tmp_path: Path) -> None:
+    done = completed(tmp_path, "run", "--nproc", "2", str(EXAMPLES / "tutorial_claims.py"))
+    noise, seeds, sgd, adamw = done.stdout.splitlines()
+    assert noise.endswith("replicas differ by 0.0")
+    assert re.search(r"differ by 0\.[1-9]\d before wrapping and by 0\.0 after it$", seeds)
+    assert sgd.startswith("3. SGD")
+    assert sgd.endswith("summing is at 1.00")
+    assert adamw.startswith("3. AdamW")
+    assert adamw.endswith("summing is at 0.00")
+
+
 FRAMEWORKS = [
     pytest.param("accelerate_loop", "accelerate", marks=only_long),
     pytest.param("hugging_face_trainer", "transformers", marks=only_long),
