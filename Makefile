@@ -95,9 +95,8 @@ chaos: $(VENV)/.dev  ## strike ranks at exact moments, and compare the bits they
 bench: $(VENV)/.dev  ## run the benchmarks; dated results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
-pictures: $(VENV)/.digits  ## draw the pictures of the docs again
-	for what in collectives ring tree halving-doubling broadcast reduce bucket-overlap workflow bubble data-parallel same-bits; do \
-		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
+pictures: $(VENV)/.docs  ## draw the pictures of the docs again, with Chromium; ARGS=--record also runs their jobs again
+	$(BIN)/python scripts/pictures.py $(ARGS)
 
 notebooks: $(VENV)/.dev  ## run the notebooks again, and keep their output
 	$(BIN)/python scripts/run_notebooks.py $(ARGS)
