@@ -95,9 +95,8 @@ chaos: $(VENV)/.dev  ## kill ranks at exact moments and compare the final bits (
 bench: $(VENV)/.dev  ## run the benchmarks and save dated results in benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
-pictures: $(VENV)/.digits  ## draw the pictures of the docs again
-	for what in collectives ring tree halving-doubling broadcast reduce bucket-overlap workflow bubble data-parallel same-bits; do \
-		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
+pictures: $(VENV)/.docs  ## draw the pictures of the docs again, with Chromium; ARGS=--record also runs their jobs again
+	$(BIN)/python scripts/pictures.py $(ARGS)
 
 notebooks: $(VENV)/.dev  ## run the notebooks and save their output
 	$(BIN)/python scripts/run_notebooks.py $(ARGS)

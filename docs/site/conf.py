@@ -1,5 +1,7 @@
 """Settings of the docs site, which ``make docs`` builds with Sphinx (decision 39)."""
 
+import re
+
 from docutils import nodes
 
 import paceline
@@ -75,8 +77,29 @@ def mark_drawings(app: object, page: nodes.document) -> None:
             block["classes"].append("drawing")
 
 
+def fit_tables_of_code(app: object, page: nodes.document) -> None:
+    """Give the class ``wide`` to tables of four columns of code: their names may break after a period or parenthesis.
+
+    On a phone, rows become blocks, so every cell begins with the name of its column.
+    """
+    for table in page.findall(nodes.table):
+        head, *rows = table.findall(nodes.row)
+        if len(head) != 4 or not all(cell.next_node(nodes.literal) for row in rows for cell in row):
+            continue
+        table["classes"].append("wide")
+        for row in rows:
+            for column, cell in zip(head, row, strict=True):
+                cell[0].insert(0, nodes.inline("", column.astext(), classes=["column"]))
+        for literal in list(table.findall(nodes.literal)):
+            first, *rest = re.split(r"(?<=[.(])(?=\w)", literal.astext())
+            literal[:] = [nodes.Text(first)]
+            for piece in rest:
+                literal += [nodes.raw("", "<wbr>", format="html"), nodes.Text(piece)]
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
     app.connect("doctree-read", mark_drawings)  # type: ignore[attr-defined]
+    app.connect("doctree-read", fit_tables_of_code)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", keep_prose_whole, priority=400)  # type: ignore[attr-defined]  # before Napoleon
     app.connect("autodoc-process-docstring", show_blocks_as_they_are)  # type: ignore[attr-defined]

@@ -1,4 +1,7 @@
-"""Build the docs site into ``build/site``: ``make docs``. Fails on any warning, such as a broken link."""
+"""Build the docs site into ``build/site``: ``make docs``.
+
+Fails on any warning, such as a broken link, and if a picture shows text that Paceline no longer prints.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pictures import outdated
 
 import paceline
 from docs_site.generated import (
@@ -90,6 +95,9 @@ def stage_sources(tree: Path, links: Links) -> None:
 
 
 def main() -> int:
+    if lines := list(outdated()):
+        print(*lines, sep="\n", file=sys.stderr)
+        return 1
     source, site = ROOT / "build" / "site-source", ROOT / "build" / "site"
     stage(source)
     shutil.rmtree(site, ignore_errors=True)

@@ -14,6 +14,12 @@ LINK_OR_CODE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 
+THEMED = re.compile(
+    r"""^<picture>\n.* srcset="(?P<dark>.+)">\n.*<img alt="(?P<alt>.+)" src="(?P<light>.+)">\n</picture>$""",
+    re.MULTILINE,
+)
+"""A picture for each color scheme, as GitHub shows it."""
+
 
 class Links:
     """Rewrites the links of pages, and collects links to files without a page."""
@@ -36,7 +42,15 @@ class Links:
                 return match[0]
             return f"]({self.target(match['target'], path, page)}{match['anchor'] or ''})"
 
-        return LINK_OR_CODE.sub(rewritten, text)
+        def themed(match: re.Match[str]) -> str:
+            # Furo's classes follow the reader's choice on the site, which <picture> would not.
+            files = {theme: self.target(match[theme], path, page) for theme in ("light", "dark")}
+            images = [
+                f"```{{image}} {files[theme]}\n:alt: {match['alt']}\n:class: only-{theme}\n```" for theme in files
+            ]
+            return "\n\n".join(images)
+
+        return THEMED.sub(themed, LINK_OR_CODE.sub(rewritten, text))
 
     def target(self, target: str, path: str, page: str) -> str:
         """Return the link to put on `page` in place of a link to `target` in the file `path`."""

@@ -9,6 +9,7 @@ uPlot, in ``uplot/``, draws the charts; decision 0027 gives the reasons.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from paceline.core.spans import CHECKPOINT, Span
 from paceline.profiler import step_parts
 from paceline.profiler.analyze import Report
 from paceline.profiler.facts import ENOUGH, Facts, kind_name, ms, percent, sentence
+from paceline.profiler.steps import Step, cut_into_stretches
 
 SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
 """The order matters: each script uses declarations of earlier ones as it loads."""
@@ -41,12 +43,18 @@ SHOWN_FIRST = 8
 MOST_DRAWN = 8
 """Maximum number of ranks drawn separately in the chart of steps (MOST_SINGLE in charts.js). If there are more, users
 pick a rank."""
+REST = (step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT, step_parts.OTHER)
+"""Parts of a step without a tile of their own."""
 METRICS = {
     "step": ("whole step", ()),
     "compute": ("computing (forward and backward)", step_parts.COMPUTE),
     "bubble": ("bubble", (step_parts.BUBBLE,)),
     "communication": ("exposed communication", (step_parts.COMMUNICATION,)),
 }
+OWN_CODE = "own code"
+"""Label of the boxes in the timeline for time outside of all spans."""
+SHORTEST = 0.002
+"""Own code shorter than this share of a step is not drawn."""
 SHADES = 8
 GUTTER = 44.0
 """Space for the rank numbers, at the left and at the top."""
@@ -64,6 +72,7 @@ def page(report: Report) -> str:
         "report.html",
         links=links,
         report=report,
+        headline=_split(report.headline),
         facts=facts,
         title=facts.records[0].title,
         memory=facts.records[0].memory,
@@ -119,8 +128,17 @@ def _circumstances(facts: Facts) -> str:
     return f"{place} · backend {records[0].backend} · {steps}"
 
 
-def _tiles(facts: Facts) -> list[tuple[str, str | None, str]]:
-    """Return the main figures, with names and notes. With too few steps, shares are not shown."""
+def _split(headline: str) -> tuple[str, str]:
+    """Return what fits into a heading, and the rest of the verdict."""
+    first, *rest = re.split(r"; |(?<=\.) ", headline, maxsplit=1)
+    return sentence(first), sentence(rest[0]) if rest else ""
+
+
+def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
+    """Return the main figures, with names and notes; a dash for unknown figures, and for shares if steps are too few.
+
+    There are always eight, so that they fill rows of four or two.
+    """
     lengths = [length for row in facts.accounts.lengths for length in row if not math.isnan(length)]
     step = median(lengths) if lengths else None
     rate = facts.rows / step if facts.rows and step else None
@@ -129,15 +147,17 @@ def _tiles(facts: Facts) -> list[tuple[str, str | None, str]]:
         return percent(share) if facts.is_firm else "–"
 
     computing = sum(facts.shares[part] for part in step_parts.COMPUTE)
+    rest = sum(facts.shares[part] for part in REST)
     overlap = facts.mean_overlap
     return [
         ("step", "–" if step is None else ms(step), "median over ranks and steps"),
-        ("samples per second", None if rate is None else digits(rate), "all ranks together"),
+        ("samples per second", "–" if rate is None else digits(rate), "all ranks together"),
         ("computing", shown(computing), "forward and backward"),
         ("communication", shown(facts.shares[step_parts.COMMUNICATION]), "exposed: not hidden under backward"),
-        ("bubble", shown(facts.shares[step_parts.BUBBLE]), "idle, waiting for a later rank"),
-        ("all-reduce", shown(facts.all_reduce_share()), "of the time in which it or computing runs"),
-        ("overlap", None if overlap is None else shown(overlap), "of all-reduce time overlaps with computing"),
+        ("bubble", shown(facts.shares[step_parts.BUBBLE]), "idle, waiting for slower ranks"),
+        ("rest", shown(rest), "data, optimizer, saves, own code"),
+        ("all-reduce", shown(facts.all_reduce_share()), "of compute plus all-reduce time"),
+        ("overlap", "–" if overlap is None else shown(overlap), "of all-reduce time overlaps with computing"),
     ]
 
 
@@ -177,7 +197,7 @@ def timeline_chart(facts: Facts) -> dict[str, Any] | None:
         return None
     steps, buckets = facts.detailed[facts.typical], facts.buckets[facts.typical]
     zero = min(step.start for step in steps)  # one zero for all ranks, so that a late rank appears late
-    spans = [[span for span in step.spans if span.end > span.start] for step in steps]
+    spans = [[*(span for span in step.spans if span.end > span.start), *_own_code(step)] for step in steps]
 
     def short(seconds: float | None) -> float | None:
         return None if seconds is None else round(1e3 * seconds, 3)
@@ -205,6 +225,16 @@ def timeline_chart(facts: Facts) -> dict[str, Any] | None:
         ],
     }
     return {"step": steps[0].number, "has_saves": CHECKPOINT in labels, "data": data}
+
+
+def _own_code(step: Step) -> list[Span]:
+    """Return the stretches of a step that are outside of all spans."""
+    stretches, _ = cut_into_stretches(step.spans, step.start, step.end)
+    return [
+        Span(OWN_CODE, start, end)
+        for part, start, end in stretches
+        if part == step_parts.OTHER and end - start >= SHORTEST * step.length
+    ]
 
 
 def step_chart(facts: Facts) -> dict[str, Any]:

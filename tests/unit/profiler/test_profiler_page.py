@@ -107,6 +107,25 @@ def test_reports_become_complete_offline_pages(make: Any) -> None:
         assert address.startswith("https://github.com/leeoniya/uPlot")  # mentioned in its comment
 
 
+def test_typical_step_shows_the_loops_own_code() -> None:
+    # The time between two steps was a gap without a name, although the headline blamed it.
+    record = json.loads(re.search(r'id="timeline-data">(.*?)</script>', page(verdict(made())))[1])  # type: ignore[index]
+    for slices in record["slices"]:
+        assert [(start, end) for label, start, end, _ in slices if label == "own code"] == [(0, 2)]
+
+
+def test_heading_of_a_long_headline_ends_at_the_first_clause() -> None:
+    long = "Rank 1 slows the others down: its own code takes 10.2 ms longer, most in f() (a.py:11); 29% is waiting."
+    text = page(replace(verdict(made()), headline=f"{long} In addition, cores are few."))
+    assert f"<h1>{long.partition(';')[0]}.</h1>\n<p>29% is waiting. In addition, cores are few.</p>" in text
+
+
+@each_shape
+def test_tiles_fill_rows_of_four(make: Any) -> None:
+    # At 1,100 pixels, the last of seven tiles was alone in a row.
+    assert page(make()).count('<dd class="note">') == 8
+
+
 def test_many_ranks_and_steps_give_a_small_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.profiler.page.MOST_POINTS", 16_000)
     large = verdict(made(32, 1003, slow=13, buckets=1))
@@ -195,11 +214,20 @@ def test_timeline_zooms_with_buttons_keys_wheel_and_mouse(tmp_path: Path) -> Non
         ["a wheel alone scrolls the page", False, True],
         ["selected", True, True],
         ["double click", 0, True],
-        ["read out", "rank 0: forward, 21.0 ms, from 5.0 ms"],
+        ["read out", "rank 0: data wait, 3.0 ms, from 2.0 ms"],
         ["tip", "rank 0: backward, 68.8 ms (38.0 ms without what is inside it), from 26.0 ms"],
         ["heat", "rank 0 waits 30.0 ms per step for rank 1"],
         ["problems", [], 0],
     ]
+
+
+@pytest.mark.slow
+def test_heading_has_at_most_three_lines(tmp_path: Path) -> None:
+    where = "most of it in Trainer.write_validation_metrics() (training/validation.py:1211)"
+    long = f"Rank 113 slows the others down: its own code in the loop takes 310.2 ms longer per step, {where}; 9% wait."
+    lines = 'const h = $("h1"); report(Math.round(h.clientHeight / parseFloat(getComputedStyle(h).lineHeight)));'
+    text = page(replace(verdict(made()), headline=long))
+    assert run_in_page(text, lines, tmp_path, "--window-size=1400,900") <= [3]
 
 
 def printed(table: Any, width: int = 200) -> str:

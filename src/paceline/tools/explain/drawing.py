@@ -53,7 +53,7 @@ class Panel:
     results: Sequence[str] = ()
     """Text next to the panel, shown once the last bar has ended."""
     marks: Sequence[tuple[float, str, str]] = ()
-    """Synchronizations of all ranks: time, letter and class of the line, ``way`` or ``elsewhere`` (dashed)."""
+    """Points where all ranks synchronize: time, label, and line style (``way`` is solid, ``elsewhere`` dashed)."""
 
 
 class Chart:
