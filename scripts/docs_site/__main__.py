@@ -1,4 +1,7 @@
-"""Build the docs site into ``build/site``: ``make docs``. Fails on any warning, such as a broken link."""
+"""Build the docs site into ``build/site``: ``make docs``.
+
+Fails on any warning, such as a broken link, and on a measured number that differs from its data file.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from docs_site.generated import (
     toctree,
 )
 from docs_site.links import Links
+from docs_site.measured import check_pages
 from docs_site.notebook import write_page
 from docs_site.pages import ABOUT, NAV, NOTEBOOKS, ROOT, pages
 
@@ -89,6 +93,9 @@ def stage_sources(tree: Path, links: Links) -> None:
 
 
 def main() -> int:
+    if wrong := check_pages():
+        print(*wrong, sep="\n", file=sys.stderr)
+        return 1
     source, site = ROOT / "build" / "site-source", ROOT / "build" / "site"
     stage(source)
     shutil.rmtree(site, ignore_errors=True)
