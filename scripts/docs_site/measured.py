@@ -1,7 +1,7 @@
 """Compares the measured numbers of README.md and ``docs/`` with their data files, in ``make docs`` and in a fast test.
 
 A comment names the data of the text before it, back to the previous comment or empty line. After a table, it is on a
-line of its own. It has no spaces::
+line of its own. It has no spaces, and no ``](``, which would be a link::
 
     A save costs 2.8 s.<!--data:2026-11-22-async-save:r.loop_s.waits-->
 
