@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from harness import parser_of
+from harness import parser_of, save
 from paceline.core.messages import counted
 from paceline.core.output_files import new_figure, write_chart
 from paceline.core.tables import new_table, print_table
 from paceline.errors import UsageError
-from published.rows import read
+from paceline.planner.predictions import RULE_OF_THUMB
+from published.rows import Row, read
 from published.validation import Checked, by_source, cross_validate, score
 
 WORST = 10
@@ -35,16 +36,19 @@ def main() -> None:
     parser = parser_of(__doc__ or "", rounds=None)
     parser.add_argument("file", help="CSV file of published results")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results")
     parser.add_argument("--plot", metavar="FILE", help="draw a chart (.svg, .png or .pdf)")
     arguments = parser.parse_args()
     try:
-        report_validation(arguments.file, arguments.json, arguments.plot)
+        result = report_validation(arguments.file, arguments.json, arguments.plot)
     except UsageError as error:
         parser.error(str(error))
+    if arguments.save:
+        save("published-scaling", result, ranks=1)
 
 
-def report_validation(path: str, json: bool, plot: str | None) -> None:
-    """Print how well the planner predicts the rows of a CSV file, and draw them if asked to."""
+def report_validation(path: str, json: bool, plot: str | None) -> dict[str, Any]:
+    """Print and return how well the planner predicts the rows of a CSV file, and draw them if asked to."""
     rows, skipped = read(path)
     checked: list[Checked] = []
     console = Console(stderr=True)
@@ -65,6 +69,7 @@ def report_validation(path: str, json: bool, plot: str | None) -> None:
         _print(result)
     if plot is not None:
         write_chart("--plot", plot, plot_validation(checked))
+    return result
 
 
 def document(rows: Sequence[Checked], skipped: int) -> dict[str, Any]:
@@ -83,12 +88,25 @@ def document(rows: Sequence[Checked], skipped: int) -> dict[str, Any]:
             "rows": fmean(row.is_covered for row in rows),
             "sources": fmean(entry.covered for entry in sources),
         },
+        "rule of thumb": [_compared([row.row for row in rows], *rule) for rule in RULE_OF_THUMB],
         "sources": [asdict(entry) | {"is_best": entry.is_best} for entry in sources],
         "worst": [
             {"row": row.row.title, "source": row.row.source, "predicted": row.predicted, "reported": row.row.efficiency}
             for row in sorted(rows, key=lambda row: -abs(row.error))[:WORST]
         ],
     }
+
+
+def _compared(rows: Sequence[Row], least: int, most: int | None, low: float, high: float) -> dict[str, Any]:
+    """Compare a rule of thumb with the results of plain data parallelism relative to one device."""
+    plain = [row for row in rows if row.baseline == 1 and not row.is_sharded]
+    found = sorted(row.efficiency for row in plain if least <= row.devices <= (most or row.devices))
+    count = len(found)
+    shares = {"inside": sum(low <= value <= high for value in found), "below": sum(value < low for value in found)}
+    points = {
+        name: found[int(share * (count - 1))] for name, share in (("p10", 0.1), ("median", 0.5), ("p90", 0.9)) if found
+    }
+    return {"devices": [least, most], "low": low, "high": high, "rows": count, **points, **shares}
 
 
 def _print(result: dict[str, Any]) -> None:

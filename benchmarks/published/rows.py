@@ -42,6 +42,7 @@ HOST = 8
 """Devices of a host, if unknown."""
 OWN_REDUCER = re.compile("no horovod|replicated|parameter.?server|distributed tensorflow|mirrored|paddle")
 """Frameworks that reduce gradients with custom code, which does not use NVLink."""
+SHARDED = re.compile("fsdp|zero-3|-way model")
 LIBRARY = re.compile("(?<!no )horovod|ddp|apex")
 NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 STATED_PARAMS = re.compile(rf"\b({NUMBER}) ?(m|b)\b")
@@ -59,6 +60,8 @@ class Row:
     baseline: int
     """Number of devices whose throughput is the baseline of `efficiency`."""
     efficiency: float
+    is_sharded: bool
+    """Whether the model is divided over devices, so that this is not plain data parallelism."""
 
     def predict(self, calibration: Calibration = PUBLISHED) -> Prediction:
         """Return the prediction for the row."""
@@ -141,7 +144,8 @@ def parse(text: _Text) -> Row | None:
             "flag=suspect to the notes"
         )
     baseline = int(text.noted(r"baseline_devices=(\d{1,15})", 1))
-    return Row(text.values["source"], text.title, _job(text, baseline), devices, baseline, efficiency)
+    is_sharded = bool(SHARDED.search(text.notes + text.model))
+    return Row(text.values["source"], text.title, _job(text, baseline), devices, baseline, efficiency, is_sharded)
 
 
 def _job(text: _Text, baseline: int) -> Job:

@@ -1,6 +1,7 @@
 """Build the docs site into ``build/site``: ``make docs``.
 
-Fails on any warning, such as a broken link, and if a picture shows text that Paceline no longer prints.
+Fails on any warning, such as a broken link, on a picture whose text Paceline no longer prints, and on a measured number
+that differs from its data file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from docs_site.generated import (
     toctree,
 )
 from docs_site.links import Links
+from docs_site.measured import check_pages
 from docs_site.notebook import write_page
 from docs_site.pages import ABOUT, NAV, NOTEBOOKS, ROOT, pages, quickstart
 
@@ -95,8 +97,8 @@ def stage_sources(tree: Path, links: Links) -> None:
 
 
 def main() -> int:
-    if lines := list(outdated()):
-        print(*lines, sep="\n", file=sys.stderr)
+    if faults := [*outdated(), *check_pages()]:
+        print(*faults, sep="\n", file=sys.stderr)
         return 1
     source, site = ROOT / "build" / "site-source", ROOT / "build" / "site"
     stage(source)

@@ -3,9 +3,8 @@
     rule        rate for a batch of k · base samples    source
     none        lr
     linear      lr · k                                  Goyal et al., "Accurate, Large Minibatch SGD", 2017; for SGD
-    sqrt        lr · √k                                 Krizhevsky, "One weird trick for parallelizing convolutional
-                                                        neural networks", 2014; Malladi et al., "On the SDEs and Scaling
-                                                        Rules for Adaptive Gradient Algorithms", 2022; for Adam
+    sqrt        lr · √k                                 Malladi et al., "On the SDEs and Scaling Rules for Adaptive
+                                                        Gradient Algorithms", 2022; for Adam
 
     decay       factor after the warm-up, for t from 0 to 1
     none        1
