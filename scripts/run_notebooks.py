@@ -1,6 +1,7 @@
 """Run the notebooks and save their outputs: ``make notebooks``.
 
-Cells that fail on purpose have the tag ``raises-exception``; any other error ends the script with its traceback.
+Exercises run with their solutions. Cells that fail on purpose have the tag ``raises-exception``; any other error ends
+the script with its traceback.
 """
 
 from __future__ import annotations

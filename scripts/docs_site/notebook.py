@@ -12,6 +12,7 @@ from typing import Any
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 PICTURES = {"image/png": "png", "image/svg+xml": "svg"}
 FENCE = "~" * 8  # longer than any fence in a cell
+FOLDED = "<details><summary>Solution</summary>\n\n{}\n</details>\n"
 
 
 def text_of(value: str | list[str]) -> str:
@@ -54,7 +55,9 @@ def write_page(notebook: Path, folder: Path, rewrite: Callable[[str], str]) -> N
             parts.append(rewrite(source) + "\n")
             continue
         if source.strip():
-            parts.append(block(source, "python", "cell"))
+            code = block(source, "python", "cell")
+            is_solution = "solution" in cell["metadata"].get("tags", [])
+            parts.append(FOLDED.format(code) if is_solution else code)
         for index, output in enumerate(cell.get("outputs", [])):
             drawn = picture(output, folder, f"{notebook.stem}-{number}-{index}")
             if drawn:

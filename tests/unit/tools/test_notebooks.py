@@ -1,4 +1,4 @@
-"""The notebooks run completely, show their pictures, and fail only in cells tagged for it."""
+"""The notebooks run completely with their solutions, and test cells of exercises give hints."""
 
 from __future__ import annotations
 
@@ -21,6 +21,74 @@ MEANT = "raises-exception"
 """The tag of a cell that is expected to fail."""
 SHORTER = {"steps=80": "steps=20", "device, steps=60": "device, steps=20", "number in range(3)": "number in range(1)"}
 """Fewer steps and repetitions than a reader would use."""
+
+
+MISTAKES: dict[str, list[list[tuple[dict[str, str], str]]]] = {
+    "1-ddp-from-scratch": [
+        [
+            ({}, "changed nothing here"),
+            ({"tensor += received": "tensor = tensor + received"}, "in place (tensor += received)"),
+            ({"tensor += received": "tensor += received / world_size"}, "not 1111"),
+            ({"dist.recv(received, other)": "dist.recv(tensor, other)", "tensor += received": "pass"}, "not 1111"),
+            ({"range(1, world_size)": "[1]", "else:": "elif rank == 1:"}, "the sum is 11, not 1111"),
+            ({"dist.send(tensor, other)": "pass", "dist.recv(tensor, 0)": "pass"}, "sends the sum"),
+            ({"dist.send(tensor, other)": "dist.send(tensor / world_size, other)"}, "this is the mean"),
+            (
+                {"received =": "received = [dist.send(tensor, r) for r in (1, 2, 3)]; received ="},
+                "not every rank can send first",
+            ),
+        ],
+        [
+            ({}, "changed nothing"),
+            ({"parameter.grad /= world_size": "pass"}, "4 times the mean"),
+            ({"parameter.grad /= world_size": "parameter.grad /= 2"}, "2 times the mean"),
+            ({"parameter.grad)": "grad := parameter.grad.clone())", "parameter.grad /=": "grad /="}, "in place"),
+            (
+                {"all_reduce(parameter.grad)": "dist.all_reduce(parameter.grad, async_op=True)"},
+                "wait before you divide",
+            ),
+        ],
+    ],
+    "2-buckets-and-overlap": [
+        [
+            ({}, "Overlap sent nothing"),
+            ({"if self.bucket:": "if False:"}, "finish has to launch it"),
+            ({">= self.cap_bytes": ">= 1e9"}, "Overlap sent nothing during backward"),
+            ({">= self.cap_bytes": ">= 0"}, "16 full buckets instead of 2"),
+            ({"self.bucket = []": "pass"}, "begin an empty bucket"),
+            ({", async_op=True": ""}, "all_reduce makes backward wait"),
+            ({"work.wait()": "pass"}, "wait for every all-reduce"),
+            ({"flat /= world_size": "pass"}, "these are sums"),
+            ({"parameter.grad.copy_(": "parameter.clone().copy_("}, "copy the means into"),
+            ({"self.running = []": "pass"}, "must leave self.running empty"),
+        ],
+    ],
+    "3-ring-all-reduce": [
+        [
+            ({}, "incoming has not changed"),
+            ({"dist.recv(": "dist.irecv("}, "wait until the data has arrived"),
+            ({"sending.wait()": "pass"}, "wait for isend"),
+            ({"recv(incoming, preceding)": "recv(outgoing, preceding)"}, "outgoing has changed"),
+            ({", following": ", preceding", "(incoming, preceding": "(incoming, following"}, "instead of rank"),
+            ({"dist.isend": "dist.send", "sending.wait()": "pass"}, "not every rank can send first"),
+        ],
+        [
+            ({}, "exchanged nothing"),
+            ({".add_(received)": ".copy_(received)"}, "not the sum of all ranks"),
+            ({"(n - 1):\n            exchange": "(0):\n            exchange"}, "one round is missing"),
+            ({"(n - 1):\n            exchange": "(n):\n            exchange"}, "7 exchanges instead of 2 * 3"),
+            ({"exchange(chunks[(rank - s + 1) % n],": "exchange(chunks[(rank - s) % n],"}, "not the sum of all ranks"),
+            ({"empty_like(chunks[(rank - s - 1) % n])": "empty_like(chunks[(rank - s) % n])"}, "differ in size"),
+            ({"tensor_split": "chunk"}, "too few chunks"),
+            (
+                {"n], chunks[(rank - s) % n])": "n], a := -chunks[(rank - s) % n]); chunks[(rank - s) % n].add_(a)"},
+                "added twice",
+            ),
+        ],
+    ],
+}
+"""For each exercise, edits that break its solution, and the hint its test cell must give. Without edits, the exercise
+stays empty."""
 
 
 def cells(path: Path) -> list[Any]:
@@ -63,6 +131,36 @@ def test_notebook_runs_and_shows_its_pictures(path: Path, shared_kernel: Kernel,
     ]  # the notebook cleans up
 
 
+@pytest.mark.parametrize("stem", MISTAKES)
+def test_test_cell_names_the_mistake(stem: str, shared_kernel: Kernel) -> None:
+    shared_kernel.run("%dist_shutdown")
+    remaining = cells(FOLDER / f"{stem}.ipynb")
+    for mistakes in MISTAKES[stem]:
+        while "exercise" not in tags(remaining[0]):
+            shared_kernel.run(remaining.pop(0).source)
+        exercise, solution, test = (cell.source for cell in remaining[:3])
+        for edits, hint in mistakes:
+            shared_kernel.run(exercise)
+            if edits:
+                assert not shared_kernel.run(edited(solution, edits)).error
+            error = shared_kernel.run(test).error
+            hints = [line for line in error.splitlines() if line.startswith("AssertionError: ")]
+            assert any(hint in line for line in hints), f"{edits}\n{error}"
+        shared_kernel.run(exercise)
+        for source in (solution, test, edited(solution, edits), test):  # the second solution changes nothing
+            done = shared_kernel.run(source)
+            assert not done.error, done.error
+        del remaining[:3]
+    assert not any("exercise" in tags(cell) for cell in remaining)
+
+
+def edited(source: str, edits: dict[str, str]) -> str:
+    for old, new in edits.items():
+        assert old in source
+        source = source.replace(old, new)
+    return source
+
+
 @pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
 def test_notebook_is_stored_with_its_output(path: Path) -> None:
     # Readers of the repository see the pictures without running the notebook.
@@ -72,3 +170,11 @@ def test_notebook_is_stored_with_its_output(path: Path) -> None:
     text = path.read_text("utf-8")
     assert all((path.parent / link).exists() for link in re.findall(r"\]\((\.\./[^)#]+)", text))
     assert "/home/" not in text
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
+def test_notebook_hides_answers_and_solutions(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert text.count("**Question ") == text.count("<details><summary>Answer</summary>")
+    for cell in cells(path):
+        assert ("solution" in tags(cell)) == cell.metadata.get("jupyter", {}).get("source_hidden", False)
