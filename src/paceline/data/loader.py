@@ -155,6 +155,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             worker_init_fn=options.get("worker_init_fn"),
         )
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Accelerate asks this of each loader. It would split our slices among the ranks again and drop the rest."""
+        raise UsageError(
+            "accelerator.prepare() was given a paceline.data.DataLoader, which already splits each batch among the "
+            "ranks; prepare only the other objects, or use torch's DataLoader"
+        )
+
     def in_slices(self, virtual_ranks: int) -> Iterator[Slices]:
         """Iterate as a plain loop does, with each global batch cut into `virtual_ranks` slices, equally many per rank.
 
@@ -354,6 +362,8 @@ def _given(
     dataset: Any, sampler: GlobalBatchSampler | None, options: dict[str, Any]
 ) -> GlobalBatchSampler | GlobalBatchStream:
     """Return the user's stream or sampler; `options` are allowed only if the loader creates it."""
+    if isinstance(dataset, GlobalBatchStream) and options["shuffle"]:
+        raise UsageError("a loader cannot shuffle a GlobalBatchStream; remove shuffle=, and shuffle in __iter__")
     if any(value is not None and value is not False and (name, value) not in _UNSET for name, value in options.items()):
         raise UsageError(
             "shuffle, drop_last, seed, cost, padded, accumulate and speed need batch_size; give them to the sampler or "

@@ -340,6 +340,14 @@ def test_incompatible_arguments_are_refused(options: dict[str, Any], message: st
         DataLoader(Augmented(), **options)
 
 
+@pytest.mark.slow
+def test_accelerate_cannot_split_the_slices_again() -> None:
+    """On two ranks, its loader gave rank 0 no batches and rank 1 half of the samples, without a message."""
+    accelerate = pytest.importorskip("accelerate")
+    with pytest.raises(UsageError, match=r"accelerator.prepare\(\) was given a paceline.data.DataLoader"):
+        accelerate.Accelerator(cpu=True).prepare(loader_of(TensorDataset(torch.arange(8))))
+
+
 def test_numpy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy")
     loader = loader_of(TensorDataset(torch.arange(8)), collate_fn=len)
@@ -507,6 +515,8 @@ def test_a_single_rank_may_read_a_plain_iterable_data_set() -> None:
         DataLoader(Shuffled(), batch_size=3, shuffle=True)
     with pytest.raises(UsageError, match=r"give GlobalBatchStream\(dataset, batch_size\)"):
         DataLoader(Shuffled())
+    with pytest.raises(UsageError, match="cannot shuffle a GlobalBatchStream"):
+        DataLoader(GlobalBatchStream(Shuffled(), 3), shuffle=True)
 
 
 @pytest.mark.ranks(2)
