@@ -7,6 +7,8 @@ torchrun --standalone --nproc-per-node 2 examples/tutorial_claims.py
 3. "Summing gradients over N ranks, instead of averaging, multiplies the learning rate by N." Weights after ten steps.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 LR = 0.01
 
 
-def train(
-    optimizer_class: type[torch.optim.Optimizer], *, lr: float = LR, scale: float = 1.0, noise: float = 0.0
-) -> nn.Module:
+def train(optimizer_class: Any, *, lr: float = LR, scale: float = 1.0, noise: float = 0.0) -> nn.Module:
     """Train a small network for ten steps, with each rank's gradient multiplied by `scale` and altered by `noise`."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
