@@ -79,7 +79,7 @@ test-torch:  ## run the whole test suite with another torch: make test-torch VER
 		-e '.[test]' torch==$(VERSION)
 	$(TESTED) $(TORCH)/bin/python -m pytest -n 2 --dist worksteal -q $(ARGS)
 
-check: $(VENV)/.dev  ## check lint, format, types, layers and budgets
+check: $(VENV)/.dev  ## run the lint, format, type, layer and budget checks
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

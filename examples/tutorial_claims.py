@@ -18,16 +18,16 @@ LR = 0.01
 
 
 def train(optimizer_class: Any, *, lr: float = LR, scale: float = 1.0, noise: float = 0.0) -> nn.Module:
-    """Train a small network for ten steps, with each rank's gradient multiplied by `scale` and altered by `noise`."""
+    """Train for ten steps; multiply each rank's loss by `scale`, and add relative noise to its gradients."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
-    own = torch.Generator().manual_seed(1 + dist.get_rank())  # for batches and noise
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())  # for batches and noise
     for parameter in net.parameters():
-        parameter.register_hook(lambda grad: grad * (1 + noise * torch.randn(grad.shape, generator=own)))
+        parameter.register_hook(lambda grad: grad * (1 + noise * torch.randn(grad.shape, generator=generator)))
     model = DistributedDataParallel(net)
     optimizer = optimizer_class(net.parameters(), lr=lr)
     for _ in range(10):
-        x = torch.randn(16, 8, generator=own)
+        x = torch.randn(16, 8, generator=generator)
         (scale * nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -54,7 +54,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     ranks, lines = dist.get_world_size(), []
     lines.append(
-        f"1. with 1% of noise in each rank's gradients, replicas differ by {spread(train(torch.optim.SGD, noise=0.01))}"
+        f"1. with 1% noise in each rank's gradients, replicas differ by {spread(train(torch.optim.SGD, noise=0.01))}"
     )
     torch.manual_seed(dist.get_rank())
     net = nn.Linear(8, 4)
@@ -63,12 +63,13 @@ def main() -> None:
     lines.append(
         f"2. built with different seeds, replicas differ by {before:.2f} before wrapping and by {spread(net)} after it"
     )
-    for kind in (torch.optim.SGD, torch.optim.AdamW):
-        averaged, summed, faster = (weights(train(kind, **how)) for how in ({}, {"scale": ranks}, {"lr": LR * ranks}))
-        to_averaged, to_faster = ((summed - other).norm() / (faster - averaged).norm() for other in (averaged, faster))
+    for optimizer_class in (torch.optim.SGD, torch.optim.AdamW):
+        runs: list[dict[str, float]] = [{}, {"scale": ranks}, {"lr": LR * ranks}]
+        averaged, summed, faster = (weights(train(optimizer_class, **options)) for options in runs)
+        from_averaged, from_faster = ((summed - other).norm() for other in (averaged, faster))
         lines.append(
-            f"3. {kind.__name__}: between averaging (0) and a learning rate {ranks} times as high (1), "
-            f"summing is at {to_averaged / (to_averaged + to_faster):.2f}"
+            f"3. {optimizer_class.__name__}: between averaging (0) and a learning rate {ranks} times as high (1), "
+            f"summing is at {from_averaged / (from_averaged + from_faster):.2f}"
         )
     if dist.get_rank() == 0:
         print("\n".join(lines))

@@ -5,7 +5,7 @@
 
 ``--record`` runs the jobs in the pictures again. Otherwise a picture changes only if the product does, so that its
 numbers can be compared as well. An SVG contains its text; that of a PNG is in ``docs/pictures/text.json``. Text that
-a page's scripts write is not compared, except for the data that they show.
+a page's scripts write is not compared, except for the strings in their data.
 """
 
 from __future__ import annotations
@@ -100,20 +100,19 @@ DARK
 </g>
 </svg>
 """
-INVERTED = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.91) hue-rotate(180deg) } }</style>"
+DARK_CHART = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.91) hue-rotate(180deg) } }</style>"
 """The dark scheme of a chart whose colors Matplotlib has written into every element."""
 
 
-class Text(HTMLParser):
-    """The distinct pieces of text that a reader of a page or drawing sees, in order."""
+class VisibleText(HTMLParser):
+    """The pieces of text that a reader of a page or drawing sees, in order."""
 
     def __init__(self, document: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.found: list[str] = []
+        self.lines: list[str] = []
         self.feed(document)
         self.close()
-        self.lines = list(dict.fromkeys(self.found))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Remember the element; a script with data counts as one named after its type."""
@@ -128,9 +127,9 @@ class Text(HTMLParser):
         """Keep text, unless it is code or folded."""
         inside = set(self.open)
         if "application/json" in inside:
-            self.found += [text for text, colon in re.findall(r'"([^"]*)"(:?)', data) if not colon]
+            self.lines += [text for text, colon in re.findall(r'"([^"]*)"(:?)', data) if not colon]
         elif not inside & {"script", "style", "title"} and ("details" not in inside or "summary" in inside):
-            self.found += [line for line in [" ".join(data.split())] if line]
+            self.lines += [line for line in [" ".join(data.split())] if line]
 
 
 def documents() -> dict[str, str]:
@@ -182,7 +181,7 @@ def measured_collectives() -> str:
     with TemporaryDirectory() as folder:
         file = Path(folder, "chart.svg")
         write_chart("--plot", str(file), plot(rows, result["cores"]))
-        return file.read_text("utf-8").replace("</svg>", f"{INVERTED}\n</svg>")
+        return file.read_text("utf-8").replace("</svg>", f"{DARK_CHART}\n</svg>")
 
 
 def outputs() -> Iterator[tuple[Path, str, str]]:
@@ -203,10 +202,13 @@ def outputs() -> Iterator[tuple[Path, str, str]]:
 def outdated() -> Iterator[str]:
     """Yield a line for each picture, and each output in a page, that differs from what the product prints."""
     noted = json.loads(TEXT.read_text("utf-8"))
-    shown = [(PICTURES / name, noted.get(name), Text(document).lines) for name, document in documents().items()]
+
+    def stored(name: str) -> list[str]:
+        return noted.get(name, []) if name.endswith(".png") else VisibleText((PICTURES / name).read_text("utf-8")).lines
+
+    shown = [(PICTURES / name, stored(name), VisibleText(document).lines) for name, document in documents().items()]
     shown += [(page, text.splitlines(), current.splitlines()) for page, text, current in outputs()]
     for file, lines, current in shown:
-        lines = Text(file.read_text("utf-8")).lines if lines is None else lines
         for old, new in zip_longest(lines, current, fillvalue=""):
             if old != new:
                 yield f"{file.relative_to(ROOT)} shows {old!r}, but Paceline now prints {new!r}; run: make pictures"
@@ -220,15 +222,15 @@ def draw() -> None:
         if name.endswith(".svg"):
             (PICTURES / name).write_text(document, "utf-8")
         else:
-            screenshots(document, PICTURES / name)
-            noted[name] = Text(document).lines
+            take_screenshots(document, PICTURES / name)
+            noted[name] = VisibleText(document).lines
         print(f"docs/pictures/{name}", flush=True)
     TEXT.write_text(json.dumps(noted, indent=1, ensure_ascii=False) + "\n", "utf-8")
     for page, _, current in outputs():
         page.write_text(current, "utf-8")
 
 
-def screenshots(document: str, out: Path) -> None:
+def take_screenshots(document: str, out: Path) -> None:
     """Take screenshots of a page in the light and the dark scheme."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
@@ -263,7 +265,8 @@ def record() -> None:
         subprocess.run(profile, cwd=folder, check=True, timeout=TIMEOUT_S)
         ranks = Path(folder, "profile", "ranks")
         for file in ranks.iterdir():
-            file.write_text(file.read_text("utf-8").replace(folder, "").replace(f'"{socket.gethostname()}"', '"host0"'))
+            text = file.read_text("utf-8").replace(folder, "")
+            file.write_text(text.replace(f'"{socket.gethostname()}"', '"host0"'), "utf-8")
         shutil.make_archive(str(PROFILE.with_suffix("")), "zip", ranks.parent, "ranks")
         job = subprocess.Popen([*PACELINE, "run", "--nproc", "2", "train.py"], cwd=folder)
         try:

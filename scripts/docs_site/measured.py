@@ -1,7 +1,7 @@
 """Compares the measured numbers of README.md and ``docs/`` with their data files, in ``make docs`` and in a fast test.
 
-A comment names the data of the text before it, back to the previous comment or empty line. After a table, it is on a
-line of its own. It has no spaces, and no ``](``, which would be a link::
+A comment names the data for the text between it and the previous comment or empty line. A table's comment follows on
+its own line. Comments contain no spaces and no ``](``, which Markdown would read as a link::
 
     A save costs 2.8 s.<!--data:2026-11-22-async-save:r.loop_s.waits-->
 
@@ -37,9 +37,11 @@ from docs_site.pages import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 COMMENT_OR_GAP = re.compile(r"<!--data:(?:none|(?P<file>[^:\s]+):(?P<values>\S+?))-->|\n[ ]*\n")
-UNSEEN = re.compile(r"<!--.*?-->|^#+[ ][^\n]*", re.DOTALL | re.MULTILINE)
-NUMBER = re.compile(r"(?<![\w.])[+−]?\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
-MEASURED = re.compile(r"\s?(?:ms|µs|×|%(?!\sinterval)|points?|times\b)|(?:(?<=\.\d)|(?<=\.\d\d))\ss\b")
+HIDDEN = re.compile(r"<!--.*?-->|^#+[ ][^\n]*", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.])[+−]?\d+(?:,\d{3})*(?:\.\d+)?(?!\d|[A-Za-z]*\d)")
+MEASURED = re.compile(
+    r"\s?(?:ms|µs|GB/s|×|x\b|%(?!\sinterval)|percent\b|points?|times\b)|-fold|(?:(?<=\.\d)|(?<=\.\d\d))\ss\b"
+)
 """What follows a measured number: a unit of time or of a ratio. Sizes and whole seconds are mostly settings."""
 CELL = re.compile(r"[*\s]*[+−]?[\d,]+(?:\.\d+(?:\s[KMG]i?B)?|\s?(?:ms|s|×|%|[KMG]i?B|points))(?:\s\(.*\d\))?[*\s]*")
 """A table cell that is a number with decimals or a unit, perhaps with others in parentheses."""
@@ -57,7 +59,7 @@ class Records(list[Any]):
         return self[key]
 
     def __call__(self, **wanted: Any) -> Any:
-        entries = [entry for entry in self if all(_is_like(entry.get(key), value) for key, value in wanted.items())]
+        entries = [entry for entry in self if all(_matches(entry.get(key), value) for key, value in wanted.items())]
         if not entries:
             raise KeyError(f"no entry has {wanted}")
         return Records(entries)
@@ -68,8 +70,8 @@ class Record(dict[str, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, tuple):
-            return _wrap([self[one] for one in key])
-        values = [value for name, value in self.items() if _is_like(name, key)]
+            return _wrap([self[name] for name in key])
+        values = [value for name, value in self.items() if _matches(name, key)]
         if not values:
             raise KeyError(f"{key} is not one of {', '.join(self)}")
         return _wrap(values if len(values) > 1 else values[0])
@@ -91,23 +93,23 @@ def _wrap(value: Any) -> Any:
     return np.array(entries) if is_numeric and len({np.shape(entry) for entry in entries}) == 1 else Records(entries)
 
 
-def _is_like(value: Any, wanted: Any) -> bool:
+def _matches(value: Any, wanted: Any) -> bool:
     return fnmatchcase(value.replace(" ", ""), wanted) if isinstance(value, str) else bool(value == wanted)
 
 
 @cache
-def _loaded(name: str) -> Record:
+def _load(name: str) -> Record:
     return Record(json.loads((RESULTS / f"{name}.json").read_text("utf-8")))
 
 
-def values_of(files: str, expression: str) -> list[Any]:
+def evaluate(files: str, expression: str) -> list[Any]:
     """Return the values of an expression about data files."""
     names: dict[str, Any] = {function.__name__: function for function in (abs, len, max, median, min, sum, zip)}
     names |= {"__builtins__": {}, "np": np}
-    for place, file in enumerate(files.split(",")):
-        data = _loaded(file)
-        names[f"d{place or ''}"], names[f"r{place or ''}"] = data, _wrap(data.get("results"))
-    found = eval(expression, names)
+    for index, file in enumerate(files.split(",")):
+        data = _load(file)
+        names[f"d{index or ''}"], names[f"r{index or ''}"] = data, _wrap(data.get("results"))
+    values = eval(expression, names)
 
     def flat(value: Any) -> Iterator[Any]:
         if isinstance(value, (tuple, list, zip, np.ndarray)):
@@ -116,11 +118,11 @@ def values_of(files: str, expression: str) -> list[Any]:
         else:
             yield value
 
-    return list(flat(found))
+    return list(flat(values))
 
 
 @dataclass(frozen=True)
-class Printed:
+class PrintedNumber:
     """A number on a page."""
 
     text: str
@@ -129,12 +131,12 @@ class Printed:
 
     def agrees(self, value: Any) -> bool:
         """Return whether the number is `value`, rounded to the printed digits."""
-        half = 0.5 * 10.0 ** -len(self.text.partition(".")[2])
+        tolerance = 0.5 * 10.0 ** -len(self.text.partition(".")[2])
         number = float(self.text.replace(",", "").replace("−", "-"))
-        return value is ... or abs(number - value) <= half * (1 + 1e-6)
+        return value is ... or abs(number - value) <= tolerance * (1 + 1e-6)
 
 
-def printed_in(page: str, start: int, end: int) -> Iterator[Printed]:
+def printed_in(page: str, start: int, end: int) -> Iterator[PrintedNumber]:
     """Yield the numbers of a part of a page."""
     is_table = page[start:end].lstrip().startswith("|")
     for match in NUMBER.finditer(page, start, end):
@@ -144,16 +146,18 @@ def printed_in(page: str, start: int, end: int) -> Iterator[Printed]:
             before, _, cell = page[row : match.start()].rpartition("|")
             cell += page[match.start() : page.find("|", match.start())]
             is_measured = bool(before.strip()) and (is_measured or CELL.fullmatch(cell) is not None)
-        yield Printed(match[0], page.count("\n", 0, match.start()) + 1, is_measured)
+        yield PrintedNumber(match[0], page.count("\n", 0, match.start()) + 1, is_measured)
 
 
-def faults(numbers: Sequence[Printed], values: Sequence[tuple[str, Any]]) -> list[tuple[int, str]]:
-    """Pair numbers and values (with their files) in order, and return the line and text of the fewest faults."""
+def faults(numbers: Sequence[PrintedNumber], values: Sequence[tuple[str, Any]], line: int) -> list[tuple[int, str]]:
+    """Pair numbers and values (with their files) in order, and return the line and text of the fewest faults.
+
+    Values that no number has are reported for `line`.
+    """
 
     @cache
     def best(i: int, j: int) -> tuple[tuple[int, str], ...]:
         if i == len(numbers):
-            line = numbers[-1].line if numbers else 0
             return tuple((line, f"the page lacks {file}: {value}") for file, value in values[j:])
         number = numbers[i]
         without = ((number.line, f"{number.text} names no data"),) * number.is_measured + best(i + 1, j)
@@ -168,9 +172,8 @@ def faults(numbers: Sequence[Printed], values: Sequence[tuple[str, Any]]) -> lis
 
 def check_text(text: str) -> list[tuple[int, str]]:
     """Return the line and text of each fault of a page."""
-
     shown = text
-    for hidden in (UNSEEN, LINK_OR_CODE):
+    for hidden in (HIDDEN, LINK_OR_CODE):
         shown = hidden.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), shown)
     parts: list[tuple[int, int, list[re.Match[str]]]] = []
     start = 0
@@ -181,7 +184,7 @@ def check_text(text: str) -> list[tuple[int, str]]:
         if match and match[0].strip() and parts:
             parts[-1][2].append(match)
         start = match.end() if match else end
-    found: list[tuple[int, str]] = []
+    problems: list[tuple[int, str]] = []
     for start, end, comments in parts:
         if any(comment["file"] is None for comment in comments):
             continue
@@ -189,13 +192,13 @@ def check_text(text: str) -> list[tuple[int, str]]:
             values = [
                 (comment["file"], value)
                 for comment in comments
-                for value in values_of(comment["file"], comment["values"])
+                for value in evaluate(comment["file"], comment["values"])
             ]
-            found += faults(list(printed_in(shown, start, end)), values)
+            problems += faults(list(printed_in(shown, start, end)), values, text.count("\n", 0, end) + 1)
         except Exception as error:  # of an expression
             line = text.count("\n", 0, comments[0].start()) + 1
-            found.append((line, f"{', '.join(comment[0] for comment in comments)} raises {error!r}"))
-    return found
+            problems.append((line, f"{', '.join(comment[0] for comment in comments)} raises {error!r}"))
+    return problems
 
 
 def check_pages() -> list[str]:

@@ -155,13 +155,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             worker_init_fn=options.get("worker_init_fn"),
         )
 
-    @property
-    def _is_accelerate_prepared(self) -> bool:
-        """Accelerate asks this of each loader. It would split our slices among the ranks again and drop the rest."""
-        raise UsageError(
-            "accelerator.prepare() was given a paceline.data.DataLoader, which already splits each batch among the "
-            "ranks; prepare only the other objects, or use torch's DataLoader"
-        )
+    def __getattr__(self, name: str) -> Any:
+        # Accelerator.prepare() reads this attribute first. It would split this rank's slices again and drop samples.
+        if name == "_is_accelerate_prepared":
+            raise UsageError(
+                "accelerator.prepare() was given a paceline.data.DataLoader, which already splits each batch among the "
+                "ranks; prepare only the other objects, or use torch's DataLoader"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def in_slices(self, virtual_ranks: int) -> Iterator[Slices]:
         """Iterate as a plain loop does, with each global batch cut into `virtual_ranks` slices, equally many per rank.

@@ -242,8 +242,7 @@ def _detail(view: RankView) -> str:
     elif view.process == "D":
         how += ", in a system call of a disk or driver that cannot be interrupted"
     if view.box is not None:
-        activity = state_of(view.box, time.monotonic(), raised=False).activity
-        how += f", {activity}" if activity.startswith("before") else f", in {activity}"
+        how += f", {state_of(view.box, time.monotonic(), raised=False).doing}"
     return how + ("" if view.stacks or view.stopped else "; it did not report its stacks")
 
 

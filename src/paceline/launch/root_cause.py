@@ -17,9 +17,7 @@ from paceline.launch.verdict import Cause
 
 UNWINDING_S = 5.0
 """Maximum time between an exception in a phase and the rank's failure."""
-_SCRIPT = "the script's own code"
 _DOING = {
-    "loop": f"in {_SCRIPT}",
     "data wait": "waiting for data",
     "wait": "waiting for gradients",
     "bucket wait": "waiting for gradients",
@@ -69,7 +67,7 @@ class State:
         """The moment without its time, such as "backward of step 41"."""
         if self.phase is None:
             return "before its first step"
-        phase = _SCRIPT if self.phase == "loop" else self.phase
+        phase = "the script's own code" if self.phase == "loop" else self.phase
         bucket = "" if self.bucket is None else f" {self.bucket}"
         return f"{phase}{bucket} of {self._step}"
 
@@ -78,7 +76,8 @@ class State:
         """Description for the other ranks. Ranks with the same activity have the same description."""
         if self.phase is None:
             return "had not begun the first step"
-        return f"{_DOING.get(self.phase, f'in {self.phase}')} in {self._step}"
+        waiting = _DOING.get(self.phase)
+        return f"in {self.activity}" if waiting is None else f"{waiting} in {self._step}"
 
 
 NOT_BEGUN = State(None)

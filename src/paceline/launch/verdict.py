@@ -217,7 +217,7 @@ class Change:
 class Slots:
     """The slots that the ranks of one job use on this host.
 
-    A slot holds one rank, as in MPI and Slurm. It keeps its number for the whole job and, on a host with GPUs, stands
+    A slot holds one rank, as in Open MPI. It keeps its number for the whole job and, on a host with GPUs, stands
     for the GPU with that number. If the rank in a slot has caused two early failures, the slot is left out for a while
     and the job runs with fewer ranks. Decision 0057 explains why.
 
@@ -285,7 +285,7 @@ class Slots:
             back = _named([slot for slot in self.used if slot not in previous])
             return Change(len(previous), len(self.used), f"{back} tried again")
         left_out = _named([slot for slot, until in sorted(self._until.items()) if until > now])
-        return Change(len(previous), len(self.used), f"{left_out} left out after two failures, for {REJOIN_S:g} s")
+        return Change(len(previous), len(self.used), f"{left_out} left out for {REJOIN_S:g} s after two failures")
 
     @property
     def are_the_first(self) -> bool:

@@ -51,9 +51,9 @@ METRICS = {
     "bubble": ("bubble", (step_parts.BUBBLE,)),
     "communication": ("exposed communication", (step_parts.COMMUNICATION,)),
 }
-OWN_CODE = "own code"
+OWN_CODE_LABEL = "own code"
 """Label of the boxes in the timeline for time outside of all spans."""
-SHORTEST = 0.002
+MIN_OWN_CODE_SHARE = 0.002
 """Own code shorter than this share of a step is not drawn."""
 SHADES = 8
 GUTTER = 44.0
@@ -72,7 +72,7 @@ def page(report: Report) -> str:
         "report.html",
         links=links,
         report=report,
-        headline=_split(report.headline),
+        headline=_heading_and_rest(report.headline),
         facts=facts,
         title=facts.records[0].title,
         memory=facts.records[0].memory,
@@ -128,17 +128,14 @@ def _circumstances(facts: Facts) -> str:
     return f"{place} · backend {records[0].backend} · {steps}"
 
 
-def _split(headline: str) -> tuple[str, str]:
+def _heading_and_rest(headline: str) -> tuple[str, str]:
     """Return what fits into a heading, and the rest of the verdict."""
     first, *rest = re.split(r"; |(?<=\.) ", headline, maxsplit=1)
     return sentence(first), sentence(rest[0]) if rest else ""
 
 
 def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
-    """Return the main figures, with names and notes; a dash for unknown figures, and for shares if steps are too few.
-
-    There are always eight, so that they fill rows of four or two.
-    """
+    """Return the eight tiles as (name, figure, note); unknown figures are dashes."""
     lengths = [length for row in facts.accounts.lengths for length in row if not math.isnan(length)]
     step = median(lengths) if lengths else None
     rate = facts.rows / step if facts.rows and step else None
@@ -147,7 +144,7 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
         return percent(share) if facts.is_firm else "–"
 
     computing = sum(facts.shares[part] for part in step_parts.COMPUTE)
-    rest = sum(facts.shares[part] for part in REST)
+    other = sum(facts.shares[part] for part in REST)
     overlap = facts.mean_overlap
     return [
         ("step", "–" if step is None else ms(step), "median over ranks and steps"),
@@ -155,7 +152,7 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
         ("computing", shown(computing), "forward and backward"),
         ("communication", shown(facts.shares[step_parts.COMMUNICATION]), "exposed: not hidden under backward"),
         ("bubble", shown(facts.shares[step_parts.BUBBLE]), "idle, waiting for slower ranks"),
-        ("rest", shown(rest), "data, optimizer, saves, own code"),
+        ("other", shown(other), "data, optimizer, saves, own code"),
         ("all-reduce", shown(facts.all_reduce_share()), "of compute plus all-reduce time"),
         ("overlap", "–" if overlap is None else shown(overlap), "of all-reduce time overlaps with computing"),
     ]
@@ -231,9 +228,9 @@ def _own_code(step: Step) -> list[Span]:
     """Return the stretches of a step that are outside of all spans."""
     stretches, _ = cut_into_stretches(step.spans, step.start, step.end)
     return [
-        Span(OWN_CODE, start, end)
+        Span(OWN_CODE_LABEL, start, end)
         for part, start, end in stretches
-        if part == step_parts.OTHER and end - start >= SHORTEST * step.length
+        if part == step_parts.OTHER and end - start >= MIN_OWN_CODE_SHARE * step.length
     ]
 
 

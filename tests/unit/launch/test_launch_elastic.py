@@ -55,13 +55,13 @@ TWICE = [(1, 5.0, 100.0), (1, 5.0, 110.0)]
         ([*TWICE, (1, 5, 120), (1, 5, 130), (1, 5, 140), (1, 5, 150)], 150, 0, (0, 1, 2, 3)),
     ],
 )
-def test_place_excluded_after_two_consecutive_failures(
+def test_slot_excluded_after_two_consecutive_failures(
     failures: Sequence[tuple[int | None, float, float]], now: float, slices: int | None, expected: tuple[int, ...]
 ) -> None:
     assert after(failures, now, slices) == expected
 
 
-def test_no_place_excluded_without_a_minimum() -> None:
+def test_no_slot_excluded_without_a_minimum() -> None:
     four = Slots(4)
     assert [four.failed(1, 1, at) for at in range(5)] == [False] * 5
     assert four.move(0, 5.0) is None
@@ -74,24 +74,24 @@ def test_first_failure_keeps_all_ranks_without_a_checkpointer(count: int) -> Non
     some.failed(1, 5, 0.0)
     assert some.move(None, 0.0) is None
     some.failed(1, 5, 1.0)
-    why = "slot 1 is left out after two failures, for 600 s"
+    why = "slot 1 is left out for 600 s after two failures"
     assert some.move(None, 1.0) == Change(count, count - 1, why)  # not a power of two, so the job has no virtual ranks
     assert some.move(None, 2.0) is None
     assert some.move(None, 601.0) == Change(count - 1, count, "slot 1 is tried again")
 
 
-def test_replaced_place_is_reported(tmp_path: Path) -> None:
+def test_replaced_slot_is_reported(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, 9, Slots(4, 2))
     said = [restarts.decide(Cause(is_kill=True, rank=rank)) for rank in (1, 1, 1, 1)]
     assert said[1] is not None
     assert said[1].startswith("restarting with 2 ranks instead of 4 (restart 2 of 9): slot 1 is left out")
     assert said[2] == "restarting all ranks (restart 3 of 9)"
-    why = "slots 1, 2 are left out after two failures, for 600 s"
+    why = "slots 1, 2 are left out for 600 s after two failures"
     assert said[3] == f"restarting with 2 ranks in other slots (restart 4 of 9): {why}"
     assert restarts.change == Change(2, 2, why)
 
 
-def test_ranks_use_the_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_use_the_gpus_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restarts = Restarts(tmp_path, 9, Slots(4, 2))
     of_job = {GPUS: "4,5,6,7"}
     assert GPUS not in restarts.environment(of_job)
@@ -104,7 +104,7 @@ def test_ranks_use_the_gpus_of_their_places(tmp_path: Path, monkeypatch: pytest.
         assert restarts.environment({})[GPUS] == shown
 
 
-def test_device_error_is_retried_in_other_places(tmp_path: Path) -> None:
+def test_device_error_is_retried_in_other_slots(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, 9, Slots(2, 1))
     folder = tmp_path / STEPS / "key"
     lost = Cause("AcceleratorError", may_pass=True, rank=1)
@@ -121,7 +121,7 @@ def test_device_error_is_retried_in_other_places(tmp_path: Path) -> None:
     assert said[:2] == [
         f"restarting all ranks {again} (restart 1)",
         f"restarting with 1 rank instead of 2 {again} (restart 2, 2 of 9 without progress): "
-        "slot 1 is left out after two failures, for 600 s",
+        "slot 1 is left out for 600 s after two failures",
     ]
     assert said[2] is None  # the same error at the same step in another slot
 

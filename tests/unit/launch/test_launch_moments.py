@@ -111,7 +111,7 @@ def test_two_simultaneous_failures_both_report_their_phase(tmp_path: Path) -> No
         rf"error: rank {first} failed first \(exit code 3\) \d.* into the script's own code of step 3", said[-1]
     )
     assert said[:2] == [
-        f"rank {1 - first}: in the script's own code in step 3",
+        f"rank {1 - first}: in the script's own code of step 3",
         f"rank {1 - first} also failed (exit code 3)",
     ]
     ranks = [report["failures"][0]["first"], *report["failures"][0]["others"]]

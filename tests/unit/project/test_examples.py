@@ -134,7 +134,7 @@ def test_the_mixture_of_experts_matches_the_losses_of_one_process(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_claims_of_tutorials_are_contradicted_as_the_page_says(tmp_path: Path) -> None:
+def test_tutorial_claims_match_the_docs(tmp_path: Path) -> None:
     done = completed(tmp_path, "run", "--nproc", "2", str(EXAMPLES / "tutorial_claims.py"))
     noise, seeds, sgd, adamw = done.stdout.splitlines()
     assert noise.endswith("replicas differ by 0.0")
