@@ -7,6 +7,8 @@ torchrun --standalone --nproc-per-node 2 examples/tutorial_claims.py
 3. "Summing gradients over N ranks, instead of averaging, multiplies the learning rate by N." Weights after ten steps.
 """
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -51,6 +53,8 @@ def spread(net: nn.Module) -> float:
 
 def main() -> None:
     """Print the result for each claim."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        sys.exit("start at least two ranks, with torchrun")
     dist.init_process_group("gloo")
     ranks, lines = dist.get_world_size(), []
     lines.append(
