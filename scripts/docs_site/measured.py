@@ -40,7 +40,7 @@ COMMENT_OR_GAP = re.compile(r"<!--data:(?:none|(?P<file>[^:\s]+):(?P<values>\S+?
 HIDDEN = re.compile(r"<!--.*?-->|^#+[ ][^\n]*", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])[+−]?\d+(?:,\d{3})*(?:\.\d+)?(?!\d|[A-Za-z]*\d)")
 MEASURED = re.compile(
-    r"\s?(?:ms|µs|GB/s|×|x\b|%(?!\sinterval)|percent\b|points?|times\b)|-fold|(?:(?<=\.\d)|(?<=\.\d\d))\ss\b"
+    r"\s?(?:ms|[µμ]s|(?:milli|micro)seconds|[KMG]B/s|×|x\b|%(?!\sinterval)|percent\b|points?|times\b)|-fold|(?:(?<=\.\d)|(?<=\.\d\d)|(?<=\.\d{3}))\ss\b"
 )
 """What follows a measured number: a unit of time or of a ratio. Sizes and whole seconds are mostly settings."""
 CELL = re.compile(r"[*\s]*[+−]?[\d,]+(?:\.\d+(?:\s[KMG]i?B)?|\s?(?:ms|s|×|%|[KMG]i?B|points))(?:\s\(.*\d\))?[*\s]*")

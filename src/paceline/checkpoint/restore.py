@@ -188,8 +188,8 @@ def compare(
     fixed = {entry.name for entry in own_entries if not isinstance(entry.object, Mergeable)}
     if fixed and not is_same_size:
         raise CheckpointMismatch(
-            f"{min(fixed)!r} has a state per rank and was saved by {saved.manifest.world_size} ranks, but this run "
-            f"has {world.size}; resume with {saved.manifest.world_size} ranks"
+            f"{min(fixed)!r} has a state per rank and was saved with world size {saved.manifest.world_size}, but "
+            f"this run has {world.size}; resume with the saved world size"
         )
     # Additional ranks compare with rank 0's states, which have the same form.
     rank = world.rank if world.rank < len(saved.ranks) else 0
@@ -385,8 +385,8 @@ def _warn_of_other_size(saved: Saved, world: World, entries: Sequence[Registered
     # With virtual ranks, each slice has its own random streams.
     if saved.manifest.world_size != world.size and not any(virtual_ranks_of(entry.object) for entry in entries):
         warn(
-            f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}: it "
-            "continues with the same samples and means but not with the same bits, and random generators keep their "
+            f"step {saved.step} was saved with world size {saved.manifest.world_size} and this run has {world.size}: "
+            "it continues with the same samples and means but not with the same bits, and random generators keep their "
             "current state; use virtual_ranks for the same bits",
             CheckpointWarning,
         )

@@ -262,7 +262,7 @@ class FolderLock:
         except BlockingIOError:
             raise UsageError(
                 f"another run is using the checkpoint folder {folder} on rank 0's host; end that run, close() its "
-                "Checkpointer if it is in this process, or choose another folder"
+                "Checkpointer, call paceline.init() before you create one, or choose another folder"
             ) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:

@@ -89,7 +89,7 @@ _DIFFERENCES = {
         "usually order= draws from a generator that differs by rank; seed it with the epoch, and give every rank the "
         "same cost= and speed=",
     ),
-    "position": ("batches taken from the loader", "consume the same number of batches on all ranks"),
+    "position": ("batches taken from the loader", "use the same batches on all ranks"),
     "stream": (
         "as the digest of the stream's samples",
         "usually the dataset splits itself by rank, or shuffles with random numbers that differ by rank; give every "

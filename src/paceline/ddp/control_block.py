@@ -162,7 +162,7 @@ _EQUAL = {
         "each broadcasts the model's buffers, so run such a forward or, without data, model.sync_gradients() on "
         "every rank; forward_sync_buffers=False lets the numbers differ",
     ),
-    "optimizer_steps": ("optimizer steps", "call optimizer.step() on all ranks in the same steps"),
+    "optimizer_steps": ("optimizer steps", "run backward() and optimizer.step() in the same steps on all ranks"),
 }
 _SECTIONS = 4  # presence, non-finite, late, sparse: each holds one number per parameter
 _KINDS: dict[str, Any] = {field.name: type(field.default) for field in fields(Status) if field.name != "data"}

@@ -67,9 +67,9 @@ class State:
         """The moment without its time, such as "backward of step 41"."""
         if self.phase is None:
             return "before its first step"
-        phase = "the script's own code" if self.phase == "loop" else self.phase
         bucket = "" if self.bucket is None else f" {self.bucket}"
-        return f"{phase}{bucket} of {self._step}"
+        name = self.phase.replace("bucket wait", "wait for bucket").replace("loop", "script's own code")
+        return f"{'' if name in ('forward', 'backward') else 'the '}{name}{bucket} of {self._step}"
 
     @property
     def doing(self) -> str:

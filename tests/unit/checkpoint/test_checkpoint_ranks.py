@@ -101,7 +101,7 @@ def test_a_different_world_size_restores_all_but_generators_with_a_warning(pools
             assert torch.equal(weight, saved[0][1])
             assert torch.equal(fresh, drawn)
             assert len(warned) == (rank == 0)
-            assert all(f"saved by 2 ranks and this run has {size}" in message for message in warned)
+            assert all(f"saved with world size 2 and this run has {size}" in message for message in warned)
 
 
 def raised(function: Callable[..., Any], *arguments: Any) -> tuple[str, str]:
@@ -183,7 +183,7 @@ def test_per_rank_state_requires_the_same_world_size(pools: Pools, tmp_path: Pat
     pools.run(2, save, str(tmp_path))
     for kind, message in pools.run(3, refusal_to_restore, str(tmp_path)):
         assert kind == "CheckpointMismatch"
-        assert "'residual' has a state per rank and was saved by 2 ranks, but this run has 3" in message
+        assert "'residual' has a state per rank and was saved with world size 2, but this run has 3" in message
 
 
 def refused_midway(world: World, folder: str, where: str, rank: int) -> tuple[str, str, bool]:

@@ -141,7 +141,7 @@ for batch in DataLoader(Samples(torch.ones(32, 4)), 8):
 def test_unloadable_sample_fails_in_the_data_phase(tmp_path: Path) -> None:
     # The loader raises the error after the wait for the batch has ended.
     done = paceline(tmp_path, "run", script(tmp_path, LOADING), fork="all")
-    assert " into data wait of step 3" in done.stderr.splitlines()[-1]
+    assert " into the data wait of step 3" in done.stderr.splitlines()[-1]
 
 
 def test_running_and_interrupted_jobs_are_not_ok(tmp_path: Path) -> None:

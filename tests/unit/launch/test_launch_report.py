@@ -163,10 +163,10 @@ def test_state_is_of_the_moment_of_failure(box: Snapshot | None, moment: float, 
 
 MOMENTS = {
     State(40, "backward", 0.3): "300 ms into backward of step 41",
-    State(0, "bucket wait", 12.34, 2): "12.3 s into bucket wait 2 of step 1",
+    State(0, "bucket wait", 12.34, 2): "12.3 s into the wait for bucket 2 of step 1",
     State(None, "forward", 0.0012): "1.2 ms into forward of an unknown step",
     State(3, "loop", 0.0521): "52.1 ms into the script's own code of step 4",
-    State(3, "collective", 1234.5): "20 min 34 s into collective of step 4",
+    State(3, "collective", 1234.5): "20 min 34 s into the collective of step 4",
     NOT_BEGUN: "before its first step",
 }
 

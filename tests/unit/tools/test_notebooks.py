@@ -138,6 +138,19 @@ def test_notebook_runs_and_shows_its_pictures(path: Path, shared_kernel: Kernel,
 
 
 @pytest.mark.parametrize("stem", MISTAKES)
+def test_solution_replaces_only_an_empty_function(stem: str) -> None:
+    """A function that calls no global name, such as one made of inner functions, was overwritten."""
+    text = "\n".join(cell.source for cell in cells(FOLDER / f"{stem}.ipynb"))
+    [source] = re.findall(r"def is_empty.*?empty.__code__.co_code$", text, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    exec('def empty(tensor):\n    """Docstring."""\n    # Your code.', names)
+    exec('def changed(tensor):\n    """Docstring."""\n    tensor *= 4', names)
+    assert names["is_empty"](names["empty"])
+    assert not names["is_empty"](names["changed"])
+
+
+@pytest.mark.parametrize("stem", MISTAKES)
 def test_test_cell_names_the_mistake(stem: str, shared_kernel: Kernel) -> None:
     shared_kernel.run("%dist_shutdown")
     remaining = cells(FOLDER / f"{stem}.ipynb")
