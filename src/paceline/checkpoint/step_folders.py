@@ -261,8 +261,8 @@ class FolderLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
-                f"another run is using the checkpoint folder {folder} on rank 0's host; end that run, close() its "
-                "Checkpointer, call paceline.init() before you create one, or choose another folder"
+                f"another run is using the checkpoint folder {folder} on rank 0's host; end that run, or close() its "
+                "Checkpointer in this process; create Checkpointers after paceline.init(), or choose another folder"
             ) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:
