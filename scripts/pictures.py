@@ -1,4 +1,4 @@
-"""The pictures of README and docs, drawn from what the product prints: ``make pictures``. Needs headless Chromium.
+"""The pictures of README and docs, drawn by today's code: ``make pictures``. Needs headless Chromium.
 
     recorded runs ──▶ pages and drawings of today's code ──▶ their text, which ``make docs`` compares with the pictures
                                       └─ Chromium, light and dark ──▶ docs/pictures
@@ -27,6 +27,7 @@ from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from chromium import find_chromium, run_chromium
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME, TerminalTheme
 
@@ -50,7 +51,6 @@ WIDTH, HEIGHT = 1100, 1400
 """Size of the browser's window in pixels; a picture is as high as its page."""
 SCHEMES = {"": 1, "-dark": 0}
 """Suffixes of the file names, and Chromium's numbers of the color schemes."""
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 TIMEOUT_S = 120
 OUTPUT = re.compile(r"(<!-- output of: paceline (?P<command>.*) -->\n```\n)(?P<text>.*?\n)(?=```\n)", re.DOTALL)
 """The first lines of a command's output, in a page."""
@@ -133,7 +133,7 @@ class VisibleText(HTMLParser):
 
 
 def documents() -> dict[str, str]:
-    """Return what the product prints today, by file name: a page for each PNG, and the drawing for each SVG."""
+    """Return the documents behind the pictures, by file name: a page for each PNG, and the drawing for each SVG."""
     report = report_of_profile()
     return {
         "profile.png": sections(report, "verdict", "advice"),
@@ -200,7 +200,7 @@ def outputs() -> Iterator[tuple[Path, str, str]]:
 
 
 def outdated() -> Iterator[str]:
-    """Yield a line for each picture, and each output in a page, that differs from what the product prints."""
+    """Yield a line for each outdated picture, and for each outdated command output in a page."""
     noted = json.loads(TEXT.read_text("utf-8"))
 
     def stored(name: str) -> list[str]:
@@ -232,7 +232,7 @@ def draw() -> None:
 
 def take_screenshots(document: str, out: Path) -> None:
     """Take screenshots of a page in the light and the dark scheme."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    browser = find_chromium()
     if browser is None:
         sys.exit("Chromium is not installed; on Debian, run: apt-get install chromium")
     with TemporaryDirectory() as folder:
@@ -242,13 +242,8 @@ def take_screenshots(document: str, out: Path) -> None:
         page.write_text(document.replace("</body>", script), "utf-8")
 
         def run(height: int, *options: str) -> str:
-            where = (f"--user-data-dir={folder}/chromium", f"--window-size={WIDTH},{height}")
-            command = [browser, *FLAGS, *where, "--virtual-time-budget=5000", *options, page.as_uri()]
-            environment = os.environ | {"HOME": folder}
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
-            )
-            return done.stdout
+            size = f"--window-size={WIDTH},{height}"
+            return run_chromium(browser, page, "--hide-scrollbars", size, *options, milliseconds=5000)
 
         [height] = re.findall(r'data-bottom="(\d+)"', run(HEIGHT, "--dump-dom"))
         for suffix, number in SCHEMES.items():
