@@ -15,8 +15,8 @@ order with the printed numbers, to the last printed digit. `d` is the file's con
     rows(kind="a*",n=2)     the objects of a list with these values
     ...                     a number that is not measured, such as a condition
 
-Every number that MEASURED finds needs a value, and so does every table cell that CELL finds, except in the first
-column. Other numbers may have one. ``<!--data:none-->`` says that the text before it has no measured number.
+Every number that MEASURED finds needs a value, and every table cell that CELL finds, except in the first column. Other
+numbers may have one. ``<!--data:none-->`` says that the text before it has no measured number.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class FrozenStep:
             self._reducer.arrivals.restore_triggers()
 
     def _can_freeze(self) -> bool:
-        """Return whether the steps of this wrapper consist of nothing but the ordinary step."""
+        """Return whether no rare case is part of the steps of this wrapper."""
         reducer = self._reducer
         finisher, extensions, buckets = reducer.finisher, reducer.extensions, reducer.buckets
         begins = [begin for begin in extensions.begin if not isinstance(getattr(begin, "__self__", None), GraphCapture)]

@@ -1,4 +1,4 @@
-"""Decides whether to restart after a failed start of the ranks, and on which slots.
+"""Decides whether to restart after a failed start of the ranks, and chooses the slots.
 
 Only restarts without progress count. A start that completes a new step resets the count. Decision 0047 explains why.
 """

@@ -53,7 +53,7 @@ class Panel:
     results: Sequence[str] = ()
     """Text next to the panel, shown once the last bar has ended."""
     marks: Sequence[tuple[float, str, str]] = ()
-    """Points where all ranks synchronize: time, label, and line style (``way`` is solid, ``elsewhere`` dashed)."""
+    """Points where all ranks synchronize: time, label, and line style (solid for ``way``, dashed for ``elsewhere``)."""
 
 
 class Chart:
