@@ -6,7 +6,7 @@ one key, its kind::
     {"dict": {"lr": 0.1}}             a dict with string keys    {"items": [[0, ...]]}    a dict with other keys
     {"OrderedDict": ...}, {"Counter": ...}   with the node of a dict inside
     {"tuple": [...]}, {"Size": ...}   a tuple, a torch.Size      {"bytes": "aGk="}        base64
-    {"float": "nan"}                  nan, inf or -inf           {"int": "-0x1f..."}      beyond 64 bits
+    {"float": "nan"}                  nan, -nan, inf or -inf     {"int": "-0x1f..."}      beyond 64 bits
     {"tensor": "state.0.exp_avg"}     a tensor by its name       {"complex tensor": ...}  stored as reals
     {"dtype": "torch.int8"}           a torch.dtype
 """
@@ -168,7 +168,7 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return torch.Size([_value(item, tensors) for item in content])
         case "bytes":
             return base64.b64decode(content, validate=True)
-        case "float" if content in ("nan", "inf", "-inf"):
+        case "float" if content in ("nan", "-nan", "inf", "-inf"):
             return float(content)
         case "int":
             return int(content, 16)
@@ -194,7 +194,8 @@ def _plain(value: Any, path: str) -> Any:
     if kind is int:
         return value if value.bit_length() < 64 else {"int": hex(value)}
     if kind is float:
-        return value if math.isfinite(value) else {"float": str(value)}
+        sign = "-" if math.copysign(1, value) < 0 else ""  # str() drops the sign of nan
+        return value if math.isfinite(value) else {"float": f"{sign}{abs(value)}"}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if kind is torch.dtype and str(value) in DTYPES:

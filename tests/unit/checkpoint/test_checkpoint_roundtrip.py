@@ -223,6 +223,7 @@ trees = st.recursive(
 
 @draws(80)
 @given(trees)
+@example(value=[math.nan, -math.nan, math.inf, -math.inf, -0.0])
 def test_nested_values_round_trip(value: Any) -> None:
     assert same(through_json(value), value)
 
