@@ -133,7 +133,7 @@ def profiled(where: Where, variant: dict[str, Any] | None = None, **settings: An
     """Profile a training."""
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(where, profile=folder, variant=variant or {}, **settings)
-        return from_summary(Path(folder))
+        return from_summary(Path(folder)).plan
 
 
 def measured(where: Where, variants: dict[str, dict[str, Any]], rounds: int, **settings: Any) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ import json as json_text
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,11 +24,16 @@ from paceline.core.messages import counted
 from paceline.core.output_files import new_figure, write_chart
 from paceline.core.tables import new_table, print_table
 from paceline.errors import UsageError
+from paceline.planner.calibration import SPEEDS
 from paceline.planner.predictions import RULE_OF_THUMB
+from published.fit import Fits
 from published.rows import Row, read
-from published.validation import Checked, by_source, cross_validate, score
+from published.speeds import fitted_speeds, of_family, read_pairs, shares_inside
+from published.validation import Checked, by_source, covered, cross_validate, score
 
 WORST = 10
+FRESH = Path(__file__).parent / "published" / "scaling.csv"
+"""Results of sources that were never fitted."""
 NAMED = 7
 """Number of sources with a separate color."""
 
@@ -38,8 +44,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results")
     parser.add_argument("--plot", metavar="FILE", help="draw a chart (.svg, .png or .pdf)")
+    parser.add_argument("--fit", action="store_true", help="print the constants of paceline.planner.calibration")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # more threads are slower on tensors this small
     try:
+        if arguments.fit:
+            print_fit(arguments.file)
+            return
         result = report_validation(arguments.file, arguments.json, arguments.plot)
     except UsageError as error:
         parser.error(str(error))
@@ -47,51 +58,76 @@ def main() -> None:
         save("published-scaling", result, ranks=1)
 
 
+def print_fit(path: str) -> None:
+    """Print the constants fitted to the rows of a file, and to the speeds of one device."""
+    fits = Fits(read(path)[0])
+    print(fits.without())
+    for speed in ("measured", "assumed"):
+        print(f"{speed.upper()} = {fits.intervals(speed)}")
+    print(f"SPEEDS = {fitted_speeds(read_pairs())}")
+
+
 def report_validation(path: str, json: bool, plot: str | None) -> dict[str, Any]:
     """Print and return how well the planner predicts the rows of a CSV file, and draw them if asked to."""
     rows, skipped = read(path)
-    checked: list[Checked] = []
+    fresh = [row for row in read(str(FRESH))[0] if row.is_timed]
     console = Console(stderr=True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more threads are slower on tensors this small
-    try:
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("fitting", total=len(rows))
-            for source in cross_validate(rows):
-                checked += source
-                progress.advance(task, len(source))
-    finally:
-        torch.set_num_threads(threads)
-    result = document(checked, skipped)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("fitting", total=len(rows) + len(fresh))
+
+        def checked(rows: Sequence[Row]) -> tuple[list[Checked], list[Checked]]:
+            found: tuple[list[Checked], list[Checked]] = ([], [])
+            for of_source in cross_validate(rows):
+                for all_of_speed, of_speed in zip(found, of_source, strict=True):
+                    all_of_speed += of_speed
+                progress.advance(task, len(of_source[0]))
+            return found
+
+        measured, assumed = checked(rows)
+        pairs = read_pairs()
+        result = document(measured, assumed) | {
+            "skipped": skipped,
+            "fresh": document(*checked(fresh)),
+            "speeds": {
+                str(name): {"pairs": len(of_family(pairs, name)), **shares_inside(pairs, name)} for name in SPEEDS
+            },
+        }
     if json:
         print(json_text.dumps(result, indent=2))
     else:
         _print(result)
     if plot is not None:
-        write_chart("--plot", plot, plot_validation(checked))
+        write_chart("--plot", plot, plot_validation(measured))
     return result
 
 
-def document(rows: Sequence[Checked], skipped: int) -> dict[str, Any]:
-    """Return the validation for JSON."""
+def document(rows: Sequence[Checked], assumed: Sequence[Checked]) -> dict[str, Any]:
+    """Return the validation for JSON, with the published and with the assumed speed of one device."""
     predictors = {
-        "planner": [row.predicted for row in rows],
+        "planner": [row.made.efficiency for row in rows],
+        "planner, shipped constants": [row.shipped.efficiency for row in rows],
+        "planner, assumed speed": [row.made.efficiency for row in assumed],
         "rule of thumb": [row.rule for row in rows],
         "median by log2 of the devices": [row.by_size for row in rows if row.by_size is not None],
     }
-    sources = by_source(rows)
+    sources, from_flags = by_source(rows), by_source(assumed)
     return {
         "rows": len(rows),
-        "skipped": skipped,
         "errors": {name: asdict(score(rows, made)) for name, made in predictors.items() if len(made) == len(rows)},
-        "coverage": {
-            "rows": fmean(row.is_covered for row in rows),
-            "sources": fmean(entry.covered for entry in sources),
-        },
+        "coverage": covered(rows),
+        "coverage, assumed speed": covered(assumed),
+        "coverage of rows": fmean(row.is_covered for row in rows),
+        "better than both": sum(entry.is_best for entry in sources),
+        "assumed speed, better than the rule": sum(entry.model < entry.rule for entry in from_flags),
         "rule of thumb": [_compared([row.row for row in rows], *rule) for rule in RULE_OF_THUMB],
         "sources": [asdict(entry) | {"is_best": entry.is_best} for entry in sources],
         "worst": [
-            {"row": row.row.title, "source": row.row.source, "predicted": row.predicted, "reported": row.row.efficiency}
+            {
+                "row": row.row.title,
+                "source": row.row.source,
+                "predicted": row.made.efficiency,
+                "reported": row.row.efficiency,
+            }
             for row in sorted(rows, key=lambda row: -abs(row.error))[:WORST]
         ],
     }
@@ -110,20 +146,29 @@ def _compared(rows: Sequence[Row], least: int, most: int | None, low: float, hig
 
 
 def _print(result: dict[str, Any]) -> None:
-    table = new_table(["predictor", "median", "p90", "median, by source", "p90, by source"], words=("predictor",))
-    for name, errors in result["errors"].items():
-        table.add_row(name, *(f"{value:.2f}" for value in errors.values()))
-    print_table(table)
-    skipped, sources = result["skipped"], counted(len(result["sources"]), "source")
-    left_out = f"; {skipped} without an efficiency or with flag=suspect left out" if skipped else ""
-    best, covered = sum(entry["is_best"] for entry in result["sources"]), result["coverage"]
-    notes = (
-        f"{counted(result['rows'], 'row')} of {sources}{left_out}. Errors in points of efficiency.",
-        f"Better than the trivial predictors on {best} of {sources}.",
-        f"The 80 % interval covers {covered['rows']:.1%} of the rows, {covered['sources']:.1%} if all sources weigh "
-        "the same.",
-    )
-    Console().print("", *notes, "", sep="\n", soft_wrap=True, highlight=False, markup=False)
+    skipped = result["skipped"]
+    left_out = f"; {skipped} without an efficiency or a device, or with flag=suspect, left out" if skipped else ""
+    for title, part in ((f"The file{left_out}", result), ("Sources that were never fitted", result["fresh"])):
+        table = new_table(["predictor", "median", "p90", "median, by source", "p90, by source"], words=("predictor",))
+        for name, errors in part["errors"].items():
+            table.add_row(name, *(f"{value:.2f}" for value in errors.values()))
+        sources = counted(len(part["sources"]), "source")
+        inside = ", ".join(f"{name} {share:.0%}" for name, share in part["coverage"].items() if share is not None)
+        notes = (
+            f"{title}: {counted(part['rows'], 'row')} of {sources}. Errors in points of efficiency.",
+            f"Better than both trivial predictors on {part['better than both']} of {sources}; with the assumed speed "
+            f"of one device, better than the rule of thumb on {part['assumed speed, better than the rule']}.",
+            f"The 80 % interval covers {part['coverage of rows']:.0%} of the rows; by source and devices: {inside}.",
+        )
+        Console().print(*notes, "", sep="\n", soft_wrap=True, highlight=False, markup=False)
+        print_table(table)
+        print()
+    for name, share in result["speeds"].items():
+        print(
+            f"speed of one device, {name}: {share['pairs']} pairs, {share['shipped']:.0%} inside the interval; "
+            f"{share['held out']:.0%} if their source is held out"
+        )
+    print()
     table = new_table(["source", "rows", "planner", "rule of thumb", "by log2", "bias", "covered"], words=("source",))
     for entry in result["sources"]:
         errors = ["" if entry[name] is None else f"{entry[name]:.1f}" for name in ("model", "rule", "by_size")]
@@ -150,8 +195,15 @@ def plot_validation(rows: Sequence[Checked]) -> Figure:
         color = f"C{place}" if place < NAMED else "0.6"
         label = source if place < NAMED else ("other sources" if place == NAMED else None)
         reported = [row.row.efficiency for row in own]
-        axes.vlines(reported, [row.low for row in own], [row.high for row in own], color=color, alpha=0.08, linewidth=2)
-        axes.plot(reported, [row.predicted for row in own], ".", color=color, markersize=4, label=label)
+        axes.vlines(
+            reported,
+            [row.made.low for row in own],
+            [row.made.high for row in own],
+            color=color,
+            alpha=0.08,
+            linewidth=2,
+        )
+        axes.plot(reported, [row.made.efficiency for row in own], ".", color=color, markersize=4, label=label)
     axes.set_xlim(0, top)
     axes.set_ylim(0, top)
     axes.set_aspect("equal")

@@ -105,15 +105,15 @@ _NAMES = {
     "launch.signals": "HELD_BACK",
     "launch.verdict": "Cause Change EARLY_S Failure LIMIT Past Slots Reached Verdict verdict",
     "optim.sharding": "cut_evenly deal_out",
+    "planner.calibration": "ASSUMED Calibration MEASURED PUBLISHED SPEEDS",
     "planner.critical_batch": "NoiseScale verdict=critical_batch_verdict estimate trade_off trainings",
     "planner.goodput": "best_interval goodput",
-    "planner.hardware": (
-        "Calibration Cluster GBIT Link PUBLISHED UNKNOWN between_link device device_or_unknown inside_link links table"
-    ),
+    "planner.hardware": ("Cluster GBIT Link UNKNOWN between_link device device_or_unknown inside_link links table"),
     "planner.predictions": (
-        "Layer Workload backward_timeline effects equal_layers from_flags Job=predictions_Job simulate"
+        "Layer Workload backward_timeline described=described_step effects equal_layers Job=predictions_Job simulate"
     ),
     "planner.profiles": "Profiled fit from_profiles from_summary",
+    "planner.replica_memory": "ReplicaMemory",
     "profiler.advice": "Advice",
     "profiler.analyze": "Report read_facts report_of summary",
     "profiler.chrome_trace": "trace_events",
@@ -158,7 +158,7 @@ _NAMES = {
     "tools.notebook.output": "Folding PATIENCE_S",
     "tools.notebook.processes": "Process Processes",
     "tools.notebook.rank": "Channel Rank",
-    "tools.plan.report": "Outlook document look_ahead plot_outlook notes=report_notes trainings_table",
+    "tools.plan.report": "Outlook Plan document look_ahead plot_outlook notes=report_notes trainings_table",
     "tools.profile_command": "ProfileSettings parts_table print_summary",
     "tools.program": "option",
     "tools.recipes.configs": "DEFAULT_MODEL DigitsConfig LmConfig MrpcConfig",

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.planner.hardware import CROWD, FLOOR, Calibration
+from paceline.planner.calibration import CROWD, FLOOR, Calibration, Intervals
 from paceline.planner.predictions import backward_timeline, spread
 from published.rows import Row
 
@@ -23,17 +23,22 @@ PRIOR = Calibration(
     interference=0.5,  # assumed
     contention=0.02,  # assumed
     host_bound=0.015,  # assumed
+    hosts=0.01,  # assumed
     jitter_s=1.3e-3,  # rounded from a first fit to all rows, so not independent of them
 )
 """Centers of the prior, known before the fit."""
-FITTED = ("inside", "staged", "between", "tcp", "cpu", "interference", "contention", "host_bound", "jitter_s")
+FITTED = ("inside", "staged", "between", "tcp", "cpu", "interference", "contention", "host_bound", "hosts", "jitter_s")
 STRENGTH = 0.001
 """Cost of a factor of e from the prior, relative to an error of 1."""
 CLIP = 0.4
 """Larger errors count as this; most are of runs that waited for their data."""
 ROUNDS = 12
-LEVEL = 0.81
-"""Share of the rows that the interval covers; more than 80 %, because the constants were fitted to the same rows."""
+LEVELS = {
+    "measured": ((8, 0.81), (64, 0.81), (math.inf, 0.78)),
+    "assumed": ((8, 0.85), (64, 0.81), (math.inf, 0.78)),
+}
+"""Most devices, and the share of the fitted sources' rows that an interval covers, if the speed of a device is measured
+or assumed. It is chosen so that the interval covers about 80 % of the rows of a source outside the fit."""
 
 
 class Columns:
@@ -48,6 +53,7 @@ class Columns:
         self.spread = column(lambda row: spread(row.devices))
         self.spread_in_crowd = column(lambda row: spread(min(row.devices, CROWD)))
         self.step_s = column(lambda row: row.job.workload.compute_s)
+        self.spread_of_hosts = column(lambda row: spread(row.job.cluster.hosts(row.devices)))
         self.is_host_bound = column(lambda row: row.job.workload.is_host_bound)
         self.local = column(lambda row: row.job.cluster.devices_per_host)
         self.inside_s = column(lambda row: 1 / row.job.cluster.inside.bytes_per_s)
@@ -83,9 +89,9 @@ class Columns:
         from_here = reduce_s.flip(1).cumsum(1).flip(1)
         exposed = (from_here - self.before_end_s).max(1).values.clamp(min=0)
         hidden = reduce_s.sum(1) - exposed
-        relative = c.contention + c.host_bound * self.is_host_bound
-        jitter = relative * self.step_s * self.spread_in_crowd + c.jitter_s * self.spread
-        return self.step_s + exposed + c.interference * hidden + jitter
+        relative = (c.contention + c.host_bound * self.is_host_bound) * self.spread_in_crowd
+        relative = relative + c.hosts * self.spread_of_hosts
+        return self.step_s * (1 + relative) + exposed + c.interference * hidden + c.jitter_s * self.spread
 
     def _reduce_s(self, c: Calibration) -> Tensor:
         local, hosts = torch.minimum(self.ranks, self.local), torch.ceil(self.ranks / self.local)
@@ -136,17 +142,52 @@ def fit(columns: Columns, keep: Tensor) -> Calibration:
                 if (value := cost(logs)) < least - 1e-7:
                     best, least, widths[place] = logs, value, 1.3 * width
                     break
-    return _with_interval(columns, keep, calibration(best))
+    return calibration(best)
 
 
-def _with_interval(columns: Columns, keep: Tensor, calibration: Calibration) -> Calibration:
-    """Return `calibration` with the interval that covers :data:`LEVEL` of the rows `keep`."""
-    predicted = columns.predict(calibration)
-    errors = (columns.efficiency - predicted) / (FLOOR + (1 - predicted).clamp(min=0))
-    # Between the weights of a row and of a source.
-    weight = torch.sqrt(columns.weight) * keep
-    low, high = (quantile(errors, weight, share) for share in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return replace(calibration, low=low, high=high)
+class Fits:
+    """Calibrations fitted to all of the `rows` but those of some sources, and intervals from held-out errors."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        assumed = [replace(row, job=row.from_flags) for row in rows]
+        self._columns = {"measured": Columns(rows), "assumed": Columns(assumed)}
+        self._sources = list(dict.fromkeys(row.source for row in rows))
+        self._source = torch.tensor([self._sources.index(row.source) for row in rows], device="cpu")
+        self._devices = torch.tensor([row.devices for row in rows], device="cpu")
+        self._calibrations: dict[frozenset[str], Calibration] = {}
+
+    def without(self, *sources: str) -> Calibration:
+        """Return the constants fitted to all rows but those of `sources`."""
+        key = frozenset(sources)
+        if key not in self._calibrations:
+            keep = torch.ones(len(self._source), dtype=torch.float64, device="cpu")
+            for source in sources:
+                keep[self._source == self._sources.index(source)] = 0
+            self._calibrations[key] = fit(self._columns["measured"], keep)
+        return self._calibrations[key]
+
+    def intervals(self, speed: str, *sources: str) -> Intervals:
+        """Return intervals that have not seen `sources`, if the speed of a device is ``measured`` or ``assumed``.
+
+        They come from the errors of every other source under constants that have not seen that source either. All
+        sources weigh the same.
+        """
+        columns, found = self._columns[speed], list[tuple[float, float, float]]()
+        errors = torch.zeros_like(columns.efficiency)
+        for at, source in enumerate(self._sources):
+            predicted = columns.predict(self.without(*{*sources, source}))
+            error = (columns.efficiency - predicted) / (FLOOR + (1 - predicted).clamp(min=0))
+            errors = torch.where(self._source == at, error, errors)
+        least = 0.0
+        for most, level in LEVELS[speed]:
+            weight = torch.zeros_like(errors)
+            for at, source in enumerate(self._sources):
+                own = (self._source == at) & (self._devices > least) & (self._devices <= most)
+                weight[own] = float(source not in sources) / max(1, int(own.sum()))
+            low, high = (round(quantile(errors, weight, share), 3) for share in ((1 - level) / 2, (1 + level) / 2))
+            found.append((most, min(low, 0.0), max(high, 0.0)))
+            least = most
+        return tuple(found)
 
 
 def quantile(values: Tensor, weight: Tensor, share: float) -> float:
@@ -154,8 +195,3 @@ def quantile(values: Tensor, weight: Tensor, share: float) -> float:
     order = values.argsort()
     total = weight[order].cumsum(0)
     return float(values[order][int(torch.searchsorted(total, share * total[-1]).clamp(max=len(values) - 1))])
-
-
-def fitted_to(rows: Sequence[Row]) -> Calibration:
-    """Return the calibration fitted to all `rows`; :data:`PUBLISHED` is that of the published rows."""
-    return fit(Columns(rows), torch.ones(len(rows), dtype=torch.float64, device="cpu"))

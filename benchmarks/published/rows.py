@@ -12,19 +12,8 @@ from pathlib import Path
 
 from paceline.core.strict_json import LARGEST, read_text
 from paceline.errors import UsageError
-from paceline.planner.hardware import (
-    GBIT,
-    HALF,
-    MFU,
-    PUBLISHED,
-    Calibration,
-    Cluster,
-    Device,
-    between_link,
-    device_or_unknown,
-    inside_link,
-    match,
-)
+from paceline.planner.calibration import MEASURED, PUBLISHED, SPEEDS, Calibration, Intervals
+from paceline.planner.hardware import GBIT, Cluster, Device, between_link, device_or_unknown, inside_link, match
 from paceline.planner.predictions import Job, Prediction, equal_layers
 
 COLUMNS = (
@@ -40,10 +29,12 @@ AWS_FLOW = 5 * GBIT
 network bandwidth", read in 2026-11)."""
 HOST = 8
 """Devices of a host, if unknown."""
-OWN_REDUCER = re.compile("no horovod|replicated|parameter.?server|distributed tensorflow|mirrored|paddle")
+OWN_REDUCER = re.compile("no horovod|replicated|parameter.?server|distributed tensorflow|mirrored|paddlepaddle 1")
 """Frameworks that reduce gradients with custom code, which does not use NVLink."""
 SHARDED = re.compile("fsdp|zero-3|-way model")
 LIBRARY = re.compile("(?<!no )horovod|ddp|apex")
+COUNTED = re.compile("image|img|sequence|sample|sentence|example|token|mel|row|item")
+"""Units of a throughput that are known."""
 NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 STATED_PARAMS = re.compile(rf"\b({NUMBER}) ?(m|b)\b")
 """Millions or billions of parameters in a model's name, as in ``Llama 3.1 8B``."""
@@ -62,14 +53,19 @@ class Row:
     efficiency: float
     is_sharded: bool
     """Whether the model is divided over devices, so that this is not plain data parallelism."""
+    is_timed: bool
+    """Whether the row states the speed of one device, or of the baseline."""
+    from_flags: Job
+    """The same job with the assumed speed of one device."""
 
-    def predict(self, calibration: Calibration = PUBLISHED) -> Prediction:
+    def predict(self, calibration: Calibration = PUBLISHED, intervals: Intervals = MEASURED) -> Prediction:
         """Return the prediction for the row."""
-        return replace(self.job, calibration=calibration).predict(self.devices, self.baseline)
+        job = replace(self.job, calibration=calibration, intervals=intervals)
+        return job.predict(self.devices, self.baseline)
 
 
 def read(path: str) -> tuple[Sequence[Row], int]:
-    """Return the rows with an efficiency, and the number of others: flagged as suspect, or without an efficiency."""
+    """Return the usable rows, and the number of others: without an efficiency or a device, or flagged as suspect."""
     try:
         reader = csv.DictReader(io.StringIO(read_text(Path(path)).removeprefix("\ufeff"), newline=""))
         missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
@@ -84,7 +80,7 @@ def read(path: str) -> tuple[Sequence[Row], int]:
     ]
     kept = [row for row in rows if row is not None]
     if not kept:
-        raise UsageError(f"{path} has no usable row: every row lacks an efficiency or is flagged as suspect")
+        raise UsageError(f"{path} has no usable row: every row lacks an efficiency or a device, or is suspect")
     return kept, len(rows) - len(kept)
 
 
@@ -132,8 +128,8 @@ class _Text:
 
 
 def parse(text: _Text) -> Row | None:
-    """Return a row; None if it is flagged as suspect, or states no efficiency."""
-    if "flag=suspect" in text.notes:
+    """Return a row; None if it is flagged as suspect, or does not state its device or its efficiency."""
+    if "flag=suspect" in text.notes or "not stated" in text.values["device"]:
         return None
     efficiency, devices = text.number("efficiency"), text.count("devices")
     if efficiency is None or devices is None:
@@ -145,11 +141,14 @@ def parse(text: _Text) -> Row | None:
         )
     baseline = int(text.noted(r"baseline_devices=(\d{1,15})", 1))
     is_sharded = bool(SHARDED.search(text.notes + text.model))
-    return Row(text.values["source"], text.title, _job(text, baseline), devices, baseline, efficiency, is_sharded)
-
-
-def _job(text: _Text, baseline: int) -> Job:
     kind = device_or_unknown(text.values["device"])
+    source = text.values["source"]
+    is_timed, job, from_flags = _jobs(text, kind, baseline)
+    return Row(source, text.title, job, devices, baseline, efficiency, is_sharded, is_timed, from_flags)
+
+
+def _jobs(text: _Text, kind: Device, baseline: int) -> tuple[bool, Job, Job]:
+    """Return whether the row states a speed, the job with that speed, and the job with the assumed speed."""
     known = match("models", text.model)
     assert known is not None  # the table's last pattern is empty
     stated, shards = STATED_PARAMS.search(text.model), re.search(r"\b([1-9]\d{0,14})-way model", text.model)
@@ -160,24 +159,26 @@ def _job(text: _Text, baseline: int) -> Job:
     is_half = bool(re.match("fp16|amp|bf16|mixed|fp8", text.precision)) and " or " not in text.precision
     size = re.search(NUMBER, text.values["per_device_batch"])
     batch = (float(size[0]) if size else 0.0) or None
-    seconds = _measured_s(text, baseline, batch, float(known["units"]))
     gflop = float(known["forward_gflop"])
-    if seconds is None and batch is not None:
+    assumed = UNKNOWN_STEP_S
+    if batch is not None:
         flops = 3e9 * gflop if gflop else 6 * params * float(known["units"])
-        seconds = flops * batch / kind.peak("fp16" if is_half else "fp32") / MFU
-    width = 2 if "compression" in text.precision or (is_half and text.precision[:4] in HALF) else 4
+        # Frameworks compute in TF32 if the device does; torch stopped that in 1.12.
+        precision = (kind.half or "fp32") if is_half else "tf32" if "tf32" in kind.peaks else "fp32"
+        assumed = flops * batch / kind.flops(precision, SPEEDS["convnet" if gflop else "transformer"])
+    seconds = _measured_s(text, baseline, batch, float(known["units"]))
+    width = 2 if "compression" in text.precision or (is_half and text.precision[:4] in ("bf16", "fp16")) else 4
     if "fsdp" in text.notes or "zero-3" in text.notes:
         width = 3  # two gathers and a scatter of 2 bytes; an all-reduce is one gather and one scatter
     if "no gradient sync" in text.notes:
         width = 0
-    work = equal_layers(
-        UNKNOWN_STEP_S if seconds is None else seconds,
-        params * width,
-        batch or 1,
-        int(text.noted(r"grad_accum=(\d{1,15})", 1)),
-        float(known["classifier"]),
-    )
-    return Job(replace(work, is_host_bound=is_half and gflop > 0), _cluster(text, kind))
+    classifier, micro_batches = float(known["classifier"]), int(text.noted(r"grad_accum=(\d{1,15})", 1))
+
+    def job(step_s: float) -> Job:
+        work = equal_layers(step_s, params * width, batch or 1, micro_batches, classifier)
+        return Job(replace(work, is_host_bound=is_half and gflop > 0), _cluster(text, kind))
+
+    return seconds is not None, job(seconds or assumed), job(assumed)
 
 
 def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -> float | None:
@@ -191,7 +192,7 @@ def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -
     if "lower is better" in text.unit:
         steps = text.noted(r"(\d{1,15}) steps", 0)
         return single / steps if steps and single else None
-    if not single or batch is None or "speed-up" in text.unit:
+    if not single or batch is None or not COUNTED.search(text.unit):
         return None
     counts_units = batch < 2000 and ("tokens" in text.unit or "mels" in text.unit or units > 7000)
     length = text.noted(r"seq(?:[ _]?len(?:gth)?)?[ =]+(\d{1,15})", units)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 import torch
 
-from paceline.planner.hardware import PUBLISHED, Calibration, table
-from paceline.planner.predictions import RULE_OF_THUMB
-from published.fit import Columns, fit, quantile
+from paceline.planner.calibration import ASSUMED, MEASURED, PUBLISHED
+from paceline.planner.hardware import table
+from paceline.planner.predictions import RULE_OF_THUMB, Prediction
+from published.fit import LEVELS, Fits, quantile
 from published.rows import Row
 
 
@@ -20,10 +22,10 @@ class Checked:
     """A row and its prediction."""
 
     row: Row
-    predicted: float
-    low: float
-    high: float
-    """The 80 % interval."""
+    made: Prediction
+    """With constants and intervals that have not seen its source."""
+    shipped: Prediction
+    """With the constants and intervals of the package."""
     rule: float
     """The middle of the rule of thumb's range."""
     by_size: float | None
@@ -33,12 +35,12 @@ class Checked:
     @property
     def error(self) -> float:
         """Predicted minus reported efficiency."""
-        return self.predicted - self.row.efficiency
+        return self.made.efficiency - self.row.efficiency
 
     @property
     def is_covered(self) -> bool:
         """Whether the reported efficiency is inside the interval."""
-        return self.low <= self.row.efficiency <= self.high
+        return self.made.low <= self.row.efficiency <= self.made.high
 
 
 @dataclass(frozen=True)
@@ -72,29 +74,49 @@ class SourceScore:
         return self.model < self.rule and (self.by_size is None or self.model < self.by_size)
 
 
-def cross_validate(rows: Sequence[Row]) -> Iterable[Sequence[Checked]]:
-    """Yield each source's rows with predictions of constants that were fitted to other sources.
+def cross_validate(rows: Sequence[Row]) -> Iterable[tuple[list[Checked], list[Checked]]]:
+    """Yield each source's rows with predictions that have not seen that source.
 
-    A source of the shipped calibration is predicted with constants and intervals fitted to all other sources in `rows`;
-    any other source, with the shipped ones.
+    Predictions use the speed of one device that a row states, and then the assumed speed. A source of the shipped
+    calibration is predicted with constants and intervals fitted to all other such sources; any other source, with the
+    shipped ones.
     """
     known = {row["source"] for row in table("sources")}
-    columns = Columns(rows)
+    fitted = [row for row in rows if row.source in known]
+    fits = Fits(fitted) if len({row.source for row in fitted}) > 1 else None
     for source in dict.fromkeys(row.source for row in rows):
+        own = [row for row in rows if row.source == source]
         others = [row for row in rows if row.source != source]
-        calibration = PUBLISHED
-        if source in known and others:
-            calibration = fit(columns, torch.tensor([row.source != source for row in rows], device="cpu").double())
-        yield [_check(row, others, calibration) for row in rows if row.source == source]
+        result: tuple[list[Checked], list[Checked]] = ([], [])
+        for checked, speed, shipped in zip(result, ("measured", "assumed"), (MEASURED, ASSUMED), strict=True):
+            calibration, intervals = PUBLISHED, shipped
+            if fits is not None and source in known:
+                calibration, intervals = fits.without(source), fits.intervals(speed, source)
+            for row in own:
+                used = row if speed == "measured" else replace(row, job=row.from_flags)
+                predictions = used.predict(calibration, intervals), used.predict(PUBLISHED, shipped)
+                checked.append(Checked(row, *predictions, *_trivial(row, others)))
+        yield result
 
 
-def _check(row: Row, others: Sequence[Row], calibration: Calibration) -> Checked:
-    prediction = row.predict(calibration)
+def _trivial(row: Row, others: Sequence[Row]) -> tuple[float, float | None]:
     same = [other.efficiency for other in others if other.devices.bit_length() == row.devices.bit_length()]
     same = same or [other.efficiency for other in others]
     low, high = next(bounds for _, most, *bounds in RULE_OF_THUMB if most is None or row.devices <= most)
-    by_size = median(same) if same else None
-    return Checked(row, prediction.efficiency, prediction.low, prediction.high, round((low + high) / 2, 3), by_size)
+    return round((low + high) / 2, 3), median(same) if same else None
+
+
+def covered(rows: Sequence[Checked]) -> dict[str, float | None]:
+    """Return the share of a source's rows inside the interval, averaged over the sources, by number of devices."""
+    result: dict[str, float | None] = {}
+    least = 0.0
+    for most, _ in (*LEVELS["measured"], (None, None)):
+        here = [row for row in rows if most is None or least < row.row.devices <= most]
+        shares = [entry.covered for entry in by_source(here)]
+        name = "all" if most is None else f"over {least:.0f}" if most == math.inf else f"to {most:.0f}"
+        result[name] = fmean(shares) if shares else None
+        least = most or 0.0
+    return result
 
 
 def score(rows: Sequence[Checked], predicted: Sequence[float]) -> Score:

@@ -135,6 +135,8 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
         return [_converted(inside[0], item, f"{where}[{at}]") for at, item in enumerate(value)]
     if origin is tuple and isinstance(value, list) and len(value) == len(inside):
         return tuple(_converted(item, value[at], f"{where}[{at}]") for at, item in enumerate(inside))
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return instance_of(kind, value)
     is_right = isinstance(value, _PLAIN.get(kind, ())) and (kind is bool or not isinstance(value, bool))
     if not is_right or (isinstance(value, int | float) and abs(value) > LARGEST):
         raise WrongValue(f"{where} is {shown(value)}, but must be {getattr(kind, '__name__', kind)}")

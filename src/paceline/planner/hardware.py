@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -14,46 +14,7 @@ from typing import Literal
 
 from paceline.core.strict_json import LARGEST
 from paceline.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Factors between a link's nominal and its real speed, and the jitter of ranks.
-
-    Fitted on 2026-11-27 to the 819 published efficiencies of the 22 sources in ``tables/sources.csv``
-    (``benchmarks/published/fit.py``): the mean absolute error is minimal, and every source has the same weight.
-    """
-
-    inside: float = 2.08
-    """Time of an all-reduce inside a host, divided by the time at the link's nominal speed."""
-    staged: float = 1.66
-    """Further factor if copies between the devices of a host pass through its memory."""
-    between: float = 0.819
-    """The same as `inside`, between hosts."""
-    tcp: float = 3.81e9
-    """Bytes per second of a host over TCP, even if its network is faster."""
-    cpu: float = 1.07e-9
-    """Seconds per byte that the cores of a host reduce, if the devices do not."""
-    interference: float = 0.830
-    """Slowdown of backward per second of communication that overlaps with it."""
-    contention: float = 0.0258
-    """Slowdown of the devices of a host by what they share (power, memory, input), as the standard deviation of a step
-    relative to its mean. It grows up to :data:`CROWD` devices."""
-    host_bound: float = 0.0254
-    """Further part of `contention` if the hosts barely keep up with the devices."""
-    jitter_s: float = 0.00145
-    """Standard deviation of a rank's step time over the steps, in seconds."""
-    low: float = -1.065
-    high: float = 0.405
-    """Bounds of the 80 % interval, in units of (:data:`FLOOR` + the predicted loss of efficiency)."""
-
-
-CROWD = 8
-"""Devices of a host that share what they contend for."""
-FLOOR = 0.03
-"""Loss of efficiency, for the interval, of a step without communication."""
-PUBLISHED = Calibration()
-
+from paceline.planner.calibration import Calibration, Speed
 
 Kind = Literal["peer", "staged", "rdma", "tcp", "memory", "sockets", "measured"]
 SWITCHING, FILLED = 0.1, 1 / 3
@@ -112,7 +73,7 @@ class Cluster:
         (2005); Sanders, Speck & Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
         Computing 35 (2009).
         """
-        local, hosts = min(ranks, self.devices_per_host), math.ceil(ranks / self.devices_per_host)
+        local, hosts = min(ranks, self.devices_per_host), self.hosts(ranks)
         seconds, served = 0.0, self.serving(ranks, busy_cores)
         if local > 1 and self.inside.kind == "memory":  # every rank reads and writes all bytes once
             seconds += served * (self.inside.latency_s + nbytes / self.inside.bytes_per_s)
@@ -126,6 +87,10 @@ class Cluster:
             tree = 2 * math.ceil(math.log2(hosts)) * self.between.latency_s + 2 * nbytes * per_byte
             seconds += min(ring, tree)
         return seconds
+
+    def hosts(self, ranks: int) -> int:
+        """Return the number of hosts of `ranks` ranks."""
+        return math.ceil(ranks / self.devices_per_host)
 
     def crowd(self, ranks: int, busy_cores: float) -> float:
         """Return by how much ranks that each keep `busy_cores` busy exceed the cores of a host; at least 1."""
@@ -155,14 +120,9 @@ class Cluster:
         return max(1.0, min(ranks, self.devices_per_host, self.cores / busy_cores)) - 1
 
 
-HALF = ("bf16", "fp16")
-PRECISIONS = ("fp32", "tf32", *HALF)
-MFU = 0.4
-"""Share of the peak that training reaches, if nothing was measured: 38 to 43 % with Llama 3.1 (Grattafiori et al., "The
-Llama 3 Herd of Models", 2024), 46 % with PaLM (Chowdhery et al. 2022)."""
-HALF_EXPONENT = 0.6
-"""BF16 or FP16 speeds up training by this power of the ratio of the peaks: 3.0 times on V100 (ratio 8, median of 27
-published models), 1.7 times on A100 (ratio 2, 15 models)."""
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+USUAL_RATIO = {"fp32": 1.0, "tf32": 8.0, "bf16": 15.0, "fp16": 15.0}
+"""Peak relative to that in FP32, of a device that is described by its peak: as on A100 and H100."""
 FLOPS_PER_BYTE = 200
 """Peak FLOPs per byte of memory bandwidth, of a device that is described by its peak: between V100 and H100."""
 CORE_MEMORY = 1e10
@@ -183,12 +143,12 @@ class Device:
     """A kind of device, and what usually connects such devices."""
 
     name: str
-    flops: float
-    """Peak FLOP/s in FP32 or TF32, without sparsity."""
-    half_flops: float
-    """The same in BF16 or FP16."""
+    peaks: Mapping[str, float]
+    """Peak FLOP/s by precision, without sparsity. FP32 is real float32, as torch computes by default."""
     memory: float
     """Bytes per second of the device's memory."""
+    capacity: float = math.inf
+    """Bytes of the device's memory; infinite if unknown."""
     nvlink: str = ""
     """Fast link between the devices of a host; empty if there is none."""
     pcie: str = "pcie4"
@@ -197,17 +157,25 @@ class Device:
     has_peer_copies: bool = True
     """Whether devices copy to each other over PCIe without passing through the host's memory."""
 
+    @property
+    def half(self) -> str | None:
+        """The half precision of the device: BF16 or FP16; None if it has none."""
+        return next((precision for precision in ("bf16", "fp16") if precision in self.peaks), None)
+
     def peak(self, precision: str) -> float:
         """Return the peak FLOP/s in a precision."""
-        return self.half_flops if precision in HALF else self.flops
+        if precision not in self.peaks:
+            has = " or ".join(self.peaks)
+            raise UsageError(f"--precision {precision}: {self.name} does not compute in {precision}; give {has}")
+        return self.peaks[precision]
 
-    def half_speedup(self, precision: str) -> float | None:
-        """Return by how much BF16 or FP16 speeds up training in `precision`; None if it would not."""
-        ratio = self.half_flops / self.peak(precision)
-        return ratio**HALF_EXPONENT if ratio > 1 else None
+    def flops(self, precision: str, speed: Speed) -> float:
+        """Return the FLOP/s of training in a precision, by published speeds."""
+        single = self.peaks["fp32"]
+        return speed.share * single * math.pow(self.peak(precision) / single, speed.exponent)
 
 
-UNKNOWN = Device("unknown", 15e12, 100e12, 900e9, pcie="pcie3")
+UNKNOWN = Device("unknown", {"fp32": 15e12, "fp16": 100e12, "bf16": 100e12, "tf32": 100e12}, 900e9, pcie="pcie3")
 """For a device that is not in the table: as fast as a V100."""
 
 
@@ -224,21 +192,23 @@ def match(name: str, text: str, **columns: str) -> dict[str, str] | None:
     return next((row for row in rows if re.search(row["pattern"], text)), None)
 
 
-def device(text: str) -> Device:
-    """Return a device by its name in the table, or by its peak speed (``400tflops``)."""
+def device(text: str, precision: str = "bf16") -> Device:
+    """Return a device by its name in the table, or by its peak speed in `precision` (``400tflops``)."""
     name = text.lower().strip()
     described = re.fullmatch(r"(\d+(?:\.\d+)?) ?tflops", name)
     if described and 1 <= (peak := 1e12 * float(described[1])) <= LARGEST:
-        return Device(name, peak, peak, peak / FLOPS_PER_BYTE)
+        return Device(name, {"fp32": peak / USUAL_RATIO[precision], precision: peak}, peak / FLOPS_PER_BYTE)
     if (row := match("devices", name)) is None:
         raise UsageError(
             f"unknown device {text!r}; known devices: {', '.join(row['name'] for row in table('devices'))}. Describe "
             "another device by its dense peak in your precision and its links, as in --device 400tflops --links "
             "pcie5,100gbit"
         )
-    flops, half_flops = 1e12 * float(row["tflops"]), 1e12 * float(row["half_tflops"])
+    peaks = {precision: 1e12 * float(row[precision]) for precision in PRECISIONS if row[precision]}
+    stated = re.search(r"(\d+) ?gi?b\b", name)
+    capacity = 2.0**30 * float(stated[1] if stated else row["memory_gib"])
     memory, network = 1e9 * float(row["memory_gbyte_per_s"]), GBIT * float(row["network_gbit"])
-    return Device(row["name"], flops, half_flops, memory, row["nvlink"], row["pcie"], network, row["peer"] == "yes")
+    return Device(row["name"], peaks, memory, capacity, row["nvlink"], row["pcie"], network, row["peer"] == "yes")
 
 
 def device_or_unknown(text: str) -> Device:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from statistics import NormalDist
 
 from paceline.ddp.buckets import CAPACITY, FIRST_CAPACITY, Overlap, assign, overlap
 from paceline.ddp.options import capacities
-from paceline.planner.hardware import CROWD, FLOOR, MFU, PUBLISHED, Calibration, Cluster, Device
+from paceline.planner.calibration import CROWD, MEASURED, PUBLISHED, Calibration, Intervals, bounds
+from paceline.planner.hardware import Cluster, Device
 
 EQUAL_LAYERS = 24
 """Layers of a model about which only the number of parameters is known."""
@@ -102,18 +103,16 @@ def equal_layers(
     return Workload(FORWARD * seconds, layers, samples * micro_batches, micro_batches=micro_batches)
 
 
-def from_flags(params: float, flops: float, device: Device, precision: str, batch: float) -> Workload:
-    """Return a step that was not measured.
+def described(params: float, seconds: float, device: Device, batch: float) -> Workload:
+    """Return a step that was not profiled.
 
     Args:
         params: number of parameters; their gradients have 4 bytes, as with autocast.
-        flops: FLOPs of a sample, forward and backward.
+        seconds: of a step on one device.
         device: the kind of device.
-        precision: of computing.
         batch: samples of a device.
     """
-    seconds = flops * batch / device.peak(precision) / MFU
-    # A part of that time, because the share of the peak counts whole steps.
+    # A part of that time, because speeds are those of whole steps.
     optimizer = min(OPTIMIZER_BYTES * params / device.memory, seconds / 2)
     return replace(equal_layers(seconds - optimizer, 4 * params, batch), optimizer_s=optimizer, memory=device.memory)
 
@@ -174,6 +173,9 @@ class Prediction:
     low: float
     high: float
     """The 80 % interval of the efficiency."""
+    slowest: float
+    fastest: float
+    """The 80 % interval of the throughput, relative to `samples_per_s`."""
     progress: float = 1.0
     """Progress per sample, relative to a batch far below the critical batch size; 1 if that is unknown."""
 
@@ -191,6 +193,12 @@ class Job:
     calibration: Calibration = PUBLISHED
     critical_batch: float | None = None
     """Critical batch size in samples; None if unknown."""
+    intervals: Intervals = MEASURED
+    """Intervals of the efficiency."""
+    speed: tuple[float, float] = (1.0, 1.0)
+    """The 80 % interval of the speed of one device, relative to the assumed one; both are 1 if it was measured."""
+    spreads: Mapping[int, float] = field(default_factory=dict)
+    """Relative standard error of the step time on each number of ranks that was profiled."""
 
     def step(self, ranks: int) -> StepTime:
         """Return the time of a step on `ranks` ranks."""
@@ -204,24 +212,44 @@ class Job:
         if work.jitter is not None:
             return replace(step, jitter_s=work.jitter * work.compute_s * spread(apart))
         contention = calibration.contention + calibration.host_bound * work.is_host_bound
-        jitter = contention * work.compute_s * spread(min(apart, CROWD)) + calibration.jitter_s * spread(apart)
-        return replace(step, jitter_s=jitter)
+        relative = contention * spread(min(apart, CROWD)) + calibration.hosts * spread(cluster.hosts(ranks))
+        return replace(step, jitter_s=relative * work.compute_s + calibration.jitter_s * spread(apart))
 
     def predict(self, ranks: int, baseline: int = 1) -> Prediction:
         """Return the prediction for `ranks` ranks, with the efficiency relative to `baseline` ranks."""
         step = self.step(ranks)
         efficiency = self.step(baseline).length_s / step.length_s
-        loss = FLOOR + max(0.0, 1 - efficiency)
+        low, high = self._interval(ranks, step.length_s, baseline)
         batch = ranks * self.workload.samples
         return Prediction(
             ranks,
             step,
             batch / step.length_s,
             efficiency,
-            max(0.0, efficiency + self.calibration.low * loss) if ranks > 1 else 1.0,
-            efficiency + self.calibration.high * loss if ranks > 1 else 1.0,
+            efficiency * low,
+            efficiency * high,
+            _both(low, self.speed[0]),
+            1 / _both(1 / high, 1 / self.speed[1]),
             1.0 if self.critical_batch is None else 1 / (1 + batch / self.critical_batch),
         )
+
+    def _interval(self, ranks: int, seconds: float, baseline: int) -> tuple[float, float]:
+        """Return the 80 % interval of the efficiency, relative to the predicted one.
+
+        It begins at the largest profiled number of ranks up to `ranks`, whose spread was measured.
+        """
+        known = max((size for size in self.spreads if size <= ranks), default=baseline)
+        error = NormalDist().inv_cdf(0.9) * self.spreads.get(known, 0.0)
+        if ranks == known:
+            return max(0.0, 1 - error), 1 + error
+        further = self.step(known).length_s / seconds
+        low, high = (bound / further for bound in bounds(self.intervals, ranks, further))
+        return _both(low, max(0.0, 1 - error)), 1 / _both(1 / high, 1 / (1 + error))
+
+
+def _both(low: float, other: float) -> float:
+    """Return the lower bound of a product whose factors are independent, from both lower bounds relative to 1."""
+    return math.exp(-math.hypot(math.log(low), math.log(other))) if low > 0 and other > 0 else 0.0
 
 
 def spread(ranks: float) -> float:
@@ -251,13 +279,13 @@ def stops_paying(job: Job, most: int) -> int | None:
     return None
 
 
-def effects(job: Job, ranks: int, compute_speedup: float | None = None) -> dict[str, float]:
+def effects(job: Job, ranks: int, in_half: Mapping[str, Workload] | None = None) -> dict[str, float]:
     """Return the share of the time per sample that each change saves on `ranks` ranks; negative if it costs time.
 
     Args:
         job: the job to change.
         ranks: the number of ranks.
-        compute_speedup: factor by which a lower precision speeds up computing; None if unknown.
+        in_half: the same step in a lower precision, by its name; None if unknown.
     """
     work = job.workload
 
@@ -269,8 +297,7 @@ def effects(job: Job, ranks: int, compute_speedup: float | None = None) -> dict[
     for factor in (2, 4):
         more = replace(work, micro_batches=factor * work.micro_batches, samples=factor * work.samples)
         times[f"accumulate {factor} batches"] = per_sample(more)
-    if compute_speedup is not None:
-        times["bf16 precision"] = per_sample(stretched(work, 1 / compute_speedup))
+    times |= {f"{precision} precision": per_sample(half) for precision, half in (in_half or {}).items()}
     times["bf16 gradients (Cast)"] = per_sample(_compressed(work, 1 / 2, CAST_TRAFFIC))
     times["8-bit gradients (Int8)"] = per_sample(_compressed(work, 1 / 4, INT8_TRAFFIC))
     # The updated parameters are gathered after the step: half of an all-reduce.

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, linear_regression
 
 from paceline.core.messages import counted
 from paceline.core.strict_json import LARGEST, WrongValue, instance_of, loads, read_text, shown
 from paceline.errors import UsageError
-from paceline.planner.hardware import CORE_MEMORY, PUBLISHED, Cluster, Kind, Link, device_or_unknown
+from paceline.planner.calibration import PUBLISHED
+from paceline.planner.hardware import CORE_MEMORY, Cluster, Kind, Link, device_or_unknown
 from paceline.planner.predictions import Job, Layer, Workload, spread, stretched
 
 SUMMARY = "summary.json"
 PLAN = "plan"
 """Key of the object in :data:`SUMMARY` that :class:`Profiled` describes."""
+HOST_LOAD = "host-load"
+"""The kind of advice that a profile made beside other programs contains."""
 MOST_RANKS = MOST_LAYERS = 2**20
 """Limits of a profile."""
 
@@ -58,6 +61,8 @@ class Profiled:
     """Whether the cores that compute backward reduce the gradients: through shared memory."""
     critical_batch: float | None = None
     """Critical batch size in samples; None if it was not measured."""
+    spread: float = 0.03
+    """Relative standard error of the median step time."""
 
     @property
     def workload(self) -> Workload:
@@ -104,22 +109,48 @@ def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return (intercept, slope) if intercept > 0 else (0.0, sum(seconds) / sum(nbytes))
 
 
-def from_summary(path: Path) -> Profiled:
+@dataclass(frozen=True)
+class Stated:
+    """Advice of a profile."""
+
+    kind: str
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The parts of a profile's ``summary.json`` that a plan uses."""
+
+    plan: Profiled
+    headline: str = ""
+    advice: list[Stated] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes on rank 0: ``parameters``, ``gradients``, ``optimizer`` and ``peak``; empty if unknown."""
+
+    @property
+    def unreliable(self) -> str:
+        """Why the profile does not show the job alone, and the remedy; empty if it does."""
+        return "; ".join(f"{entry.reason}; {entry.text}" for entry in self.advice if entry.kind == HOST_LOAD)
+
+
+def from_summary(path: Path) -> Summary:
     """Return what the profile in `path`, a ``summary.json`` or its folder, measured. The file is not trusted."""
     path = path / SUMMARY if path.is_dir() else path
     try:
         summary = loads(read_text(path))
         if not isinstance(summary, dict) or not isinstance(summary.get(PLAN), dict):
             raise WrongValue(f"it has no object {PLAN!r}, which a profile with at least one measured step has")
-        return _checked(instance_of(Profiled, summary[PLAN]))
+        found: Summary = instance_of(Summary, summary)
+        _check(found.plan)
+        return found
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; give the folder of a profile") from error
     except ValueError as error:
         raise UsageError(f"{path} is not a profile's summary for planning: {error}; profile again") from error
 
 
-def _checked(plan: Profiled) -> Profiled:
-    """Return `plan` if its values are possible."""
+def _check(plan: Profiled) -> None:
     ranges: dict[str, tuple[float, float]] = {
         "ranks": (1, MOST_RANKS),
         "hosts": (1, plan.ranks),
@@ -139,7 +170,6 @@ def _checked(plan: Profiled) -> Profiled:
                     raise WrongValue(f"{where} is {shown(number)}, but must be from {low:g} to {high:g}")
     if plan.workload.backward_s < 1e-9 or not plan.workload.nbytes:
         raise WrongValue(f"{PLAN}.layers has no time or no bytes")
-    return plan
 
 
 def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) -> Job:
@@ -181,7 +211,8 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
             calibration = explained.calibration
     if cluster is not None:
         here = replace(cluster, contention=here.contention)
-    return Job(work, here, calibration, last.critical_batch or first.critical_batch)
+    spreads = {profile.ranks: profile.spread for profile in profiles}
+    return Job(work, here, calibration, last.critical_batch or first.critical_batch, spreads=spreads)
 
 
 def _on(profile: Profiled) -> Cluster:

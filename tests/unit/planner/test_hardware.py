@@ -6,7 +6,18 @@ import re
 
 import pytest
 
-from insides import GBIT, UNKNOWN, between_link, device, device_or_unknown, from_flags, inside_link, links, table
+from insides import (
+    GBIT,
+    SPEEDS,
+    UNKNOWN,
+    between_link,
+    described_step,
+    device,
+    device_or_unknown,
+    inside_link,
+    links,
+    table,
+)
 from paceline import UsageError
 
 
@@ -21,8 +32,9 @@ def test_devices_are_found_by_name_and_have_links() -> None:
     for row in table("devices"):
         kind = device(row["name"])
         assert kind.name == row["name"]
-        assert 0 < kind.flops <= kind.half_flops
-        assert kind.flops / 500 < kind.memory < kind.flops
+        assert list(kind.peaks.values()) == sorted(kind.peaks.values())
+        assert kind.peaks["fp32"] / 500 < kind.memory < kind.peaks["fp32"]
+        assert kind.capacity == float(row["memory_gib"]) * 2**30
         for name in (kind.nvlink, kind.pcie):
             assert not name or inside_link(name, UNKNOWN).name == name
 
@@ -48,7 +60,7 @@ def test_device_is_recognized_by_its_driver_name(text: str, name: str) -> None:
 
 def test_device_can_be_described_by_its_peak() -> None:
     assert device("400tflops").peak("bf16") == 400e12
-    assert device("37.5 TFLOPS").peak("fp32") == 37.5e12
+    assert device("37.5 TFLOPS", "fp32").peak("fp32") == 37.5e12
 
 
 def test_unknown_device_error_lists_known_devices_and_flags() -> None:
@@ -59,9 +71,21 @@ def test_unknown_device_error_lists_known_devices_and_flags() -> None:
 
 def test_peak_depends_on_the_precision() -> None:
     kind = device("v100")
-    assert (kind.peak("fp32"), kind.peak("fp16"), kind.peak("bf16")) == (15.7e12, 125e12, 125e12)
-    assert kind.half_speedup("fp32") == pytest.approx(3.5, abs=0.1)
-    assert kind.half_speedup("fp16") is None
+    assert (kind.peak("fp32"), kind.peak("fp16"), kind.half) == (15.7e12, 125e12, "fp16")
+    with pytest.raises(UsageError, match="--precision bf16: v100 does not compute in bf16; give fp32 or fp16"):
+        kind.peak("bf16")
+    assert device("a100").peak("tf32") == 8 * device("a100").peak("fp32")
+    assert device("k80").half is None
+
+
+def test_capacity_is_that_of_the_named_variant() -> None:
+    assert (device("a100-40gb").capacity, device("a100").capacity) == (40 * 2**30, 80 * 2**30)
+
+
+def test_lower_precision_speeds_up_by_the_calibrated_power() -> None:
+    kind, speed = device("v100"), SPEEDS["transformer"]
+    ratio = kind.flops("fp16", speed) / kind.flops("fp32", speed)
+    assert ratio == pytest.approx((125 / 15.7) ** speed.exponent)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +165,8 @@ def test_invalid_or_contradictory_links_are_refused(text: str, name: str, messag
     assert "\n" not in str(caught.value)
 
 
-def test_described_step_runs_at_a_share_of_the_peak() -> None:
-    work = from_flags(1e9, 1e12, device("400tflops"), "bf16", 16)
-    assert work.compute_s == pytest.approx(16e12 / 400e12 / 0.4)
+def test_described_step_takes_the_given_time() -> None:
+    work = described_step(1e9, 0.1, device("400tflops"), 16)
+    assert work.compute_s == pytest.approx(0.1)
     assert work.nbytes == pytest.approx(4e9, rel=1e-6)
     assert 0 < work.optimizer_s <= work.compute_s / 2

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import torch
 
-from insides import GBIT, PUBLISHED, Calibration
+from insides import ASSUMED, GBIT, MEASURED, PUBLISHED, SPEEDS, Calibration, device
 from paceline import UsageError
-from published.fit import Columns, fitted_to
+from published.fit import Columns, Fits
 from published.rows import COLUMNS, Row, read
-from published.validation import Checked, by_source, cross_validate, score
+from published.speeds import fitted_speeds, read_pairs, shares_inside
+from published.validation import Checked, by_source, covered, cross_validate, score
 from published_scaling import report_validation
 
 RESNET = {
@@ -80,7 +79,8 @@ def test_a_row_becomes_the_described_job(tmp_path: Path) -> None:
         ({"single_device_throughput": "", "notes": "baseline_devices=8; baseline_throughput=3200"}, 0.32, 102.4e6),
         ({"unit": "s (lower is better)", "single_device_throughput": "40", "notes": "200 steps"}, 0.2, 102.4e6),
         ({"single_device_throughput": "", "per_device_batch": ""}, 0.3, 102.4e6),
-        ({"single_device_throughput": ""}, 128 * 3 * 8.2e9 / 15.7e12 / 0.4, 102.4e6),
+        ({"single_device_throughput": ""}, 128 * 3 * 8.2e9 / device("v100").flops("fp32", SPEEDS["convnet"]), 102.4e6),
+        ({"unit": "see README"}, 128 * 3 * 8.2e9 / device("v100").flops("fp32", SPEEDS["convnet"]), 102.4e6),
     ],
 )
 def test_step_and_bytes_follow_the_row(tmp_path: Path, values: dict[str, str], seconds: float, nbytes: float) -> None:
@@ -97,6 +97,7 @@ def test_step_and_bytes_follow_the_row(tmp_path: Path, values: dict[str, str], s
         ({"inter_link": "AWS p3.16xlarge TCP"}, "nvlink2", "tcp", 5),
         ({"inter_link": "RDMA 50 Gb/s per GPU"}, "nvlink2", "rdma", 400),
         ({"notes": "PaddlePaddle 1.8"}, "pcie3", "rdma", 100),
+        ({"notes": "PaddlePaddle 2.1"}, "nvlink2", "rdma", 100),
         ({"notes": "TensorFlow with Horovod, replicated"}, "nvlink2", "rdma", 100),
         ({"device": "unheard of", "intra_link": ""}, "pcie3", "rdma", 100),
     ],
@@ -170,13 +171,12 @@ def test_columns_and_the_simulation_of_each_row_agree(tmp_path: Path) -> None:
 
 def test_the_fit_recovers_known_constants(tmp_path: Path) -> None:
     rows = synthetic(tmp_path, 6)
-    found = fitted_to(rows)
+    found = Fits(rows).without()
     before, after = (
         max(abs(one.predict(constants).efficiency - one.efficiency) for one in rows) for constants in (PUBLISHED, found)
     )
     assert after < 0.03 < before
     assert found.inside == pytest.approx(TRUTH.inside, rel=0.25)
-    assert found.low <= 0 <= found.high
 
 
 # -- cross-validation --------------------------------------------------------------------------------------------------
@@ -184,20 +184,21 @@ def test_the_fit_recovers_known_constants(tmp_path: Path) -> None:
 
 def test_an_unknown_source_is_predicted_with_the_shipped_constants(tmp_path: Path) -> None:
     rows = synthetic(tmp_path, 3)
-    checked = [one for source in cross_validate(rows) for one in source]
-    assert [one.predicted for one in checked] == [one.predict(PUBLISHED).efficiency for one in rows]
+    checked = [one for source, _ in cross_validate(rows) for one in source]
+    assert [one.made for one in checked] == [one.shipped for one in checked] == [one.predict() for one in rows]
 
 
 def test_a_source_of_the_calibration_is_predicted_without_its_own_rows(tmp_path: Path) -> None:
     """Efficiencies of the tested source change only the other source's prediction."""
+    torch.set_num_threads(1)
     known = {"source 0": "RaySGD docs", "source 1": "Horovod issue #779"}
     rows = [replace(one, source=known[one.source]) for one in synthetic(tmp_path, 2)]
     changed = [replace(one, efficiency=0.5) if one.source == "RaySGD docs" else one for one in rows]
 
     def predicted(given: list[Row]) -> dict[str, list[tuple[float, float, float]]]:
         return {
-            checked[0].row.source: [(one.predicted, one.low, one.high) for one in checked]
-            for checked in cross_validate(given)
+            checked[0].row.source: [(one.made.efficiency, one.made.low, one.made.high) for one in checked]
+            for checked, _ in cross_validate(given)
         }
 
     before, after = predicted(rows), predicted(changed)
@@ -209,11 +210,12 @@ def test_scores_weigh_rows_or_sources_equally(tmp_path: Path) -> None:
     one = row(tmp_path)
 
     def checked(source: str, error: float) -> Checked:
-        interval = (0.0, 0.1) if source == "small" else (0.0, 2.0)
-        return Checked(replace(one, source=source), one.efficiency + error, *interval, 0.9, None)
+        low, high = (0.0, 0.1) if source == "small" else (0.0, 2.0)
+        made = replace(one.predict(), efficiency=one.efficiency + error, low=low, high=high)
+        return Checked(replace(one, source=source), made, made, 0.9, None)
 
     rows = [*(checked("large", 0.01) for _ in range(9)), checked("small", -0.2)]
-    result = score(rows, [entry.predicted for entry in rows])
+    result = score(rows, [entry.made.efficiency for entry in rows])
     assert (result.median, result.p90) == (pytest.approx(1), pytest.approx(1))
     assert (result.sources_median, result.sources_p90) == (pytest.approx(1), pytest.approx(20))
     small, large = by_source(rows)
@@ -228,19 +230,26 @@ def test_scores_weigh_rows_or_sources_equally(tmp_path: Path) -> None:
 def test_the_published_rows_are_predicted_as_documented() -> None:
     torch.set_num_threads(1)
     rows, skipped = read(str(REAL))
-    assert (len(rows), skipped) == (819, 8)
-    checked = [one for source in cross_validate(rows) for one in source]
-    result = score(checked, [one.predicted for one in checked])
-    assert result.median <= 4.5
-    assert result.p90 <= 15
-    assert result.sources_median <= 4.5
-    assert result.sources_p90 <= 15
-    sources = by_source(checked)
-    assert sum(entry.is_best for entry in sources) >= math.ceil(0.75 * len(sources))
-    assert 0.75 <= fmean(one.is_covered for one in checked) <= 0.85
-    assert 0.75 <= fmean(entry.covered for entry in sources) <= 0.85
-    shipped, fitted = vars(PUBLISHED), vars(fitted_to(rows))
-    assert {name: pytest.approx(value, rel=0.02) for name, value in fitted.items()} == shipped
+    assert (len(rows), skipped) == (813, 14)
+    measured, assumed = ([one for pair in cross_validate(rows) for one in pair[place]] for place in (0, 1))
+    result = score(measured, [one.made.efficiency for one in measured])
+    assert max(result.median, result.sources_median) <= 4.5
+    assert max(result.p90, result.sources_p90) <= 15
+    sources = by_source(measured)
+    assert sum(entry.is_best for entry in sources) >= 0.75 * len(sources)
+    assert sum(entry.model < entry.rule for entry in by_source(assumed)) >= len(sources) * 2 / 3
+    for shares in (covered(measured), covered(assumed)):
+        assert all(share is not None and 0.75 <= share <= 0.87 for share in shares.values())
+    fits = Fits(rows)
+    assert vars(fits.without()) == {name: pytest.approx(value, rel=0.02) for name, value in vars(PUBLISHED).items()}
+    for speed, shipped in (("measured", MEASURED), ("assumed", ASSUMED)):
+        assert [pytest.approx(entry, abs=0.02) for entry in fits.intervals(speed)] == list(shipped)
+
+
+def test_the_speeds_of_one_device_are_those_that_were_published() -> None:
+    pairs = read_pairs()
+    assert fitted_speeds(pairs) == SPEEDS
+    assert 0.75 <= shares_inside(pairs, None)["held out"] <= 0.85
 
 
 def test_a_validation_is_printed_drawn_and_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,7 +257,9 @@ def test_a_validation_is_printed_drawn_and_written_as_json(tmp_path: Path, capsy
     file, plot = write(tmp_path / "rows.csv", rows), tmp_path / "plot.svg"
     report_validation(file, False, str(plot))
     printed = capsys.readouterr().out
-    assert "2 rows of 2 sources; 1 without an efficiency or with flag=suspect left out" in printed
+    assert (
+        "The file; 1 without an efficiency or a device, or with flag=suspect, left out: 2 rows of 2 sources." in printed
+    )
     assert "rule of thumb" in printed
     assert "nobody" in plot.read_text("utf-8")
     report_validation(file, True, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,19 @@ from typing import Any
 
 import pytest
 
-from insides import Cluster, Link, Outlook, document, equal_layers, goodput, look_ahead, plot_outlook, trainings_table
+from insides import (
+    Cluster,
+    Link,
+    Outlook,
+    Plan,
+    ReplicaMemory,
+    document,
+    equal_layers,
+    goodput,
+    look_ahead,
+    plot_outlook,
+    trainings_table,
+)
 from insides import predictions_Job as Job
 from insides import report_notes as notes
 
@@ -40,6 +53,8 @@ def test_described_job_is_predicted_up_to_4096_devices(planned: Planned) -> None
     for entry in predictions:
         low, high = entry["interval"]
         assert low <= entry["efficiency"] <= high
+        parts = ("compute_s", "exposed_s", "interference_s", "jitter_s")
+        assert math.fsum(entry[part] for part in parts) == pytest.approx(entry["step_s"])
         assert entry["samples_per_s"] == pytest.approx(8 * entry["devices"] / entry["step_s"])
 
 
@@ -49,6 +64,92 @@ def test_price_and_samples_give_time_and_cost_of_an_epoch(planned: Planned) -> N
     assert one["epoch_s"] == pytest.approx(1e6 / one["samples_per_s"])
     assert one["cost"] == pytest.approx(2.5 * one["epoch_s"] / 3600)
     assert many["cost"] == pytest.approx(one["cost"] / many["efficiency"])
+
+
+def test_measured_speed_is_the_speed_of_one_device(planned: Planned) -> None:
+    job = ("plan", "--params", "25M", "--samples-per-second", "360", "--device", "v100", "--batch", "128")
+    plan = planned(*job, "--devices", "2")  # on one host, without --hosts-of
+    one, two = plan["predictions"]
+    assert (plan["assumed_speed"], plan["speed_interval"]) == (None, [1, 1])
+    assert one["samples_per_s"] == pytest.approx(360)
+    assert one["samples_per_s_interval"] == pytest.approx([360, 360])
+    assert (two["hosts"], plan["devices_per_host"]) == (1, 2)
+
+
+def test_assumed_speed_has_an_interval_and_says_so(planned: Planned, run: Any, capfd: Any) -> None:
+    plan = planned(*DESCRIBED, "--devices", "8")
+    low, high = plan["speed_interval"]
+    one, *_, eight = plan["predictions"]
+    assert one["samples_per_s_interval"] == pytest.approx([low * one["samples_per_s"], high * one["samples_per_s"]])
+    relative = [end / eight["samples_per_s"] for end in eight["samples_per_s_interval"]]
+    assert relative[0] < low < high < relative[1], "the efficiency is uncertain, too"
+    assert run(*DESCRIBED, "--family", "transformer", "--price", "2EUR", "--samples", "1M", "--devices", "8") == 0
+    printed = capfd.readouterr().out
+    assert "The speed of a device is assumed: " in printed
+    assert "of the peak of h100 in bf16" in printed
+    assert "cost of an epoch (EUR)" in printed
+
+
+@pytest.mark.parametrize("device", ["v100", "a100"])
+def test_saving_of_half_precision_is_that_of_its_own_plan(planned: Planned, device: str) -> None:
+    job = ("plan", "--params", "25M", "--flops", "24G", "--batch", "128", "--devices", "8", "--device", device)
+    half = {"v100": "fp16", "a100": "bf16"}[device]
+    full, lower = planned(*job, "--precision", "fp32"), planned(*job, "--precision", half)
+    step, shorter = (plan["predictions"][-1]["step_s"] for plan in (full, lower))
+    assert full["effects"]["savings"][f"{half} precision"] == pytest.approx(1 - shorter / step)
+    assert f"{half} precision" not in lower["effects"]["savings"]
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        (("--params", "360M"), None),
+        (("--params", "6B"), "sharded optimizer"),
+        (("--params", "1B", "--memory", "110G"), "accumulate 2 batches"),
+        (("--params", "2B", "--memory", "900G"), "checkpoint activations"),
+        (("--params", "70B"), "needs FSDP2"),
+    ],
+)
+def test_replica_that_does_not_fit_has_a_remedy(planned: Planned, options: tuple[str, ...], remedy: str | None) -> None:
+    job = ("plan", *options, "--samples-per-second", "1", "--device", "a100", "--batch", "8", "--devices", "1,8")
+    row = planned(*job, "--price", "2", "--samples", "1M")["predictions"][-1]
+    assert (row["remedy"], row["fits"]) == (remedy, remedy is None)
+    assert (row["cost"] is None) == (remedy == "needs FSDP2"), "what cannot run has no price"
+
+
+def summary(folder: Path, *advice: dict[str, Any]) -> str:
+    """Write the summary of a profile of two ranks."""
+    plan = {
+        **{"ranks": 2, "hosts": 1, "device": "cpu", "cores": 2, "busy_cores": 1, "samples": 16, "micro_batches": 1},
+        **{"forward_s": 0.1, "layers": [[0.1, 4_000_000]] * 2, "optimizer_s": 0.02, "other_s": 0.01, "bubble_s": 0.03},
+        **{"communication_s": 0.04, "jitter": 0.2, "bucket_bytes": [4_000_000] * 2, "reduces_in_backward": False},
+        "all_reduces": [[4_000_000, 0.04]] * 2,
+    }
+    text = {"plan": plan, "headline": "Rank 1 is slow.", "advice": advice, "memory": {"peak": 5}}
+    (folder / "summary.json").write_text(json.dumps(text))
+    return str(folder)
+
+
+def test_profile_repeats_its_verdict_and_is_certain_where_it_measured(
+    planned: Planned, run: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run("plan", summary(tmp_path), "--devices", "8") == 0
+    assert "Profile of 2 ranks: Rank 1 is slow." in capfd.readouterr().out
+    _, two, *_, eight = planned("plan", str(tmp_path), "--devices", "8")["predictions"]
+    assert two["interval"][1] - two["interval"][0] < 0.1 < eight["interval"][1] - eight["interval"][0]
+
+
+LOAD = {"kind": "host-load", "text": "Profile again", "reason": "rank 1 had no core", "gain": 0.8}
+
+
+def test_profile_of_a_busy_host_is_refused(refusal: Any, tmp_path: Path) -> None:
+    message = "the profile of 2 ranks is unreliable: rank 1 had no core; Profile again"
+    assert message in refusal("plan", summary(tmp_path, LOAD), "--devices", "8")
+
+
+def test_json_of_a_busy_host_has_exit_code_2(run: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("plan", summary(tmp_path, LOAD), "--json") == 2
+    assert list(json.loads(capfd.readouterr().out)["unreliable"]) == ["2 ranks"]
 
 
 def test_slower_network_and_smaller_hosts_cost_efficiency(planned: Planned) -> None:
@@ -74,7 +175,14 @@ def test_count_that_stops_paying_is_marked(planned: Planned, run: Any, capfd: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give a profile, or describe the job: --params, --flops, --batch, --device missing"),
+        (
+            (),
+            "give a profile, or describe the job: --samples-per-second (measured on one device) or --flops, --params, ",
+        ),
+        (("--samples-per-second", "10"), "--samples-per-second has measured what --flops estimates; omit --flops"),
+        (("--family", "gan"), "--family must be convnet or transformer, not 'gan'"),
+        (("--device", "v100", "--precision", "bf16"), "v100 does not compute in bf16; give fp32 or fp16"),
+        (("--price", "2.5Euro"), "--price=2.5Euro is not a positive number"),
         (("--device", "abacus"), "unknown device 'abacus'; known devices: "),
         (("--params", "many"), "--params=many is not a positive number; write it as in 360M"),
         (("--precision", "int8"), "--precision must be fp32, tf32, bf16 or fp16, not 'int8'"),
@@ -113,7 +221,7 @@ JOB = Job(equal_layers(0.1, 4e8, 8), Cluster(8, Link("nvlink", 3e11, 1e-6, "peer
 
 def outlook(critical_batch: float | None = 512.0) -> Outlook:
     job = replace(JOB, critical_batch=critical_batch)
-    return look_ahead(job, [1, 8, 64, 512], None, None, None, partial(goodput, save_s=30.0))
+    return look_ahead(Plan(job, ReplicaMemory(1, 1, 1)), [1, 8, 64, 512], None, None, partial(goodput, save_s=30.0))
 
 
 def test_plan_includes_the_goodput_of_its_hosts() -> None:

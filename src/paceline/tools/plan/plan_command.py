@@ -16,19 +16,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.core.command_line import load_torch
+from paceline.core.messages import counted
 from paceline.core.option_rules import choice
 from paceline.core.strict_json import LARGEST
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.planner.goodput import Goodput
+    from paceline.planner.hardware import Device
     from paceline.planner.predictions import Job
+    from paceline.planner.profiles import Profiled
+    from paceline.tools.plan.report import Plan, Price
 
 EXAMPLES = """Examples:
 
 paceline plan runs/one-rank runs/two-ranks --devices 16
 
-paceline plan --params 360M --flops 4.4T --device h100 --batch 8 --price 2.5 --samples 10M
+paceline plan --params 360M --samples-per-second 95 --device h100 --batch 8 --price 2.5USD --samples 10M
 
 paceline plan --params 25M --flops 24G --batch 128 --device v100 --precision fp32 --links pcie,25gbit-tcp --hosts-of 4
 """
@@ -47,7 +51,12 @@ def _option(metavar: str | None, panel: str, text: str, **settings: Any) -> Any:
     return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **settings)
 
 
-FLOPS = "FLOPs of a sample, forward and backward: for a language model, 6 for each parameter and token."
+SPEED = "Speed of one device, measured. The normal way if the job was not profiled."
+FLOPS = (
+    "Instead of the speed: FLOPs of a sample, forward and backward; 6 for each parameter and token of a language model."
+)
+FAMILY = "convnet or transformer, for the assumed speed."
+MEMORY = "Peak bytes of a rank, from paceline estimate-memory; by default without activations, with AdamW."
 LINKS = (
     "Between devices, and of a host: nvlink4,8x400gbit or pcie4,25gbit-tcp; by default the usual ones of the device."
 )
@@ -60,9 +69,12 @@ def plan(
         list[str] | None, typer.Argument(metavar="PROFILE", help="Folders of paceline profile, on 1, 2, … ranks.")
     ] = None,
     params: Annotated[Text, _option("NUMBER", JOB, "Parameters, such as 360M.")] = None,
+    samples_per_second: Annotated[Text, _option("NUMBER", JOB, SPEED)] = None,
     flops: Annotated[Text, _option("NUMBER", JOB, FLOPS)] = None,
+    family: Annotated[Text, _option("NAME", JOB, FAMILY)] = None,
     batch: Annotated[Text, _option("NUMBER", JOB, "Samples per device and step.")] = None,
-    precision: Annotated[Text, _option("NAME", JOB, "fp32, tf32, bf16 or fp16; by default bf16.")] = None,
+    precision: Annotated[Text, _option("NAME", JOB, "fp32, tf32, bf16 or fp16; by default the device's half.")] = None,
+    memory: Annotated[Text, _option("NUMBER", JOB, MEMORY)] = None,
     save_seconds: Annotated[Text, _option("NUMBER", JOB, SAVE)] = None,
     samples: Annotated[Text, _option("NUMBER", JOB, "Samples in an epoch, such as 1.2M.")] = None,
     device: Annotated[Text, _option("NAME", CLUSTER, "Such as h100, or its dense peak: 400tflops.")] = None,
@@ -73,7 +85,7 @@ def plan(
     devices: Annotated[str, _option("N|LIST", CLUSTER, "Largest number of devices, or a list such as 1,8,64.")] = str(
         DEVICES
     ),
-    price: Annotated[Text, _option("NUMBER", CLUSTER, "Price of a device per hour.")] = None,
+    price: Annotated[Text, _option("NUMBER", CLUSTER, "Price of a device per hour: 2.5 or 2.5USD.")] = None,
     failure_rate: Annotated[Text, _option("NUMBER", CLUSTER, "Failures per host and day; by default 0.0038.")] = None,
     restart_seconds: Annotated[
         Text, _option("NUMBER", CLUSTER, "Seconds from a failure until training continues; by default 600.")
@@ -90,23 +102,39 @@ def plan(
     from paceline.tools.plan.report import look_ahead, report
 
     check_chart("--plot", plot)
-    numbers = {"--params": params, "--flops": flops, "--batch": batch}
-    if profiles and (given := [name for name, text in (numbers | {"--precision": precision}).items() if text]):
-        raise UsageError(f"{', '.join(given)} cannot be combined with a profile, which has measured the job")
     counts = _counts(devices)
-    job, speedup = (
-        (_profiled([Path(path) for path in profiles], device, links, hosts_of), None)
-        if profiles
-        else _described(numbers, precision or "bf16", device, links, hosts_of or HOST)
-    )
-    if max(counts) < (local := hosts_of or (1 if profiles else HOST)):
+    numbers = {"--params": params, "--batch": batch, "--samples-per-second": samples_per_second, "--flops": flops}
+    if profiles:
+        texts = numbers | {"--precision": precision, "--family": family, "--memory": memory}
+        if given := [name for name, text in texts.items() if text]:
+            raise UsageError(f"{', '.join(given)} cannot be combined with a profile, which has measured the job")
+        plan = _profiled([Path(path) for path in profiles], device, links, hosts_of)
+    else:
+        local = hosts_of or min(HOST, max(counts))
+        plan = _described(numbers, (precision, family, memory), device, links, local)
+    if hosts_of and max(counts) < hosts_of:
         raise UsageError(
-            f"--devices {devices} is less than the {local} devices of one host; give more, or a smaller --hosts-of"
+            f"--devices {devices} is less than the {hosts_of} devices of one host; give more, or a smaller --hosts-of"
         )
-    price_per_hour = None if price is None else number("--price", price)
+    refusal = "; ".join(f"the profile of {ranks} is unreliable: {why}" for ranks, why in plan.unreliable.items())
+    if refusal and not json:
+        raise UsageError(refusal)
     epoch = None if samples is None else number("--samples", samples)
     failures = {"--failure-rate": failure_rate, "--save-seconds": save_seconds, "--restart-seconds": restart_seconds}
-    report(look_ahead(job, counts, price_per_hour, epoch, speedup, _goodput(job, failures)), json, plot)
+    report(look_ahead(plan, counts, _price(price), epoch, _goodput(plan.job, failures)), json, plot)
+    if refusal:  # other programs may still read the figures
+        raise UsageError(refusal)
+
+
+def _price(text: str | None) -> Price | None:
+    """Return a price such as ``2.5`` or ``2.5USD``."""
+    from paceline.tools.plan.report import Price
+
+    if text is None:
+        return None
+    currency = re.search(r"(?: ?[A-Z]{3})?$", text)
+    assert currency is not None  # may be empty
+    return Price(number("--price", text[: currency.start()]), currency[0].strip() or "price units")
 
 
 def number(option: str, text: str, least: float = 1e-9) -> float:
@@ -146,34 +174,82 @@ def _counts(text: str) -> list[int]:
 
 
 def _described(
-    numbers: dict[str, str | None], precision: str, name: str | None, links: str | None, local: int
-) -> tuple[Job, float | None]:
-    """Return the job that options describe, and the speedup of a lower precision."""
-    from paceline.planner import hardware
+    numbers: dict[str, str | None], texts: tuple[Text, Text, Text], name: str | None, links: str | None, local: int
+) -> Plan:
+    """Return the job that options describe."""
+    from paceline.planner import calibration, hardware
     from paceline.planner.hardware import Cluster
-    from paceline.planner.predictions import Job, from_flags
+    from paceline.planner.predictions import Job, described
+    from paceline.planner.replica_memory import ReplicaMemory
+    from paceline.tools.plan.report import Plan
 
-    given = numbers | {"--device": name}
-    if missing := [option for option, text in given.items() if text is None]:
-        raise UsageError(f"give a profile, or describe the job: {', '.join(missing)} missing")
-    choice("--precision", precision, hardware.PRECISIONS)
-    kind = hardware.device(name or "")
+    precision, family, memory = texts
+    needed = [option for option in ("--params", "--batch") if numbers[option] is None] + ["--device"] * (name is None)
+    if numbers["--samples-per-second"] is None and numbers["--flops"] is None:
+        needed.insert(0, "--samples-per-second (measured on one device) or --flops")
+    if needed:
+        raise UsageError(f"give a profile, or describe the job: {', '.join(needed)} missing")
+    if numbers["--samples-per-second"] and numbers["--flops"]:
+        raise UsageError("--samples-per-second has measured what --flops estimates; omit --flops")
+    if family is not None:
+        choice("--family", family, tuple(filter(None, calibration.SPEEDS)))
+    if precision is not None:
+        choice("--precision", precision, hardware.PRECISIONS)
+    kind = hardware.device(name or "", precision or "bf16")
+    precision = precision or kind.half or "fp32"
+    kind.peak(precision)
     inside, between = hardware.links(links or "", kind)
-    params, flops, batch = (
-        number(option, text or "", FEWEST_PARAMS if option == "--params" else 1e-9) for option, text in numbers.items()
+    params, batch, speed, flops = (
+        number(option, text or "0", FEWEST_PARAMS if option == "--params" else 1e-9) if text else 0.0
+        for option, text in numbers.items()
     )
-    work = from_flags(params, flops, kind, precision, batch)
-    return Job(work, Cluster(local, inside, between)), kind.half_speedup(precision)
+    known = calibration.SPEEDS[family]
+    rate = kind.flops(precision, known)
+    seconds = batch / speed if speed else flops * batch / rate
+    job = Job(described(params, seconds, kind, batch), Cluster(local, inside, between))
+    assumed = ""
+    if not speed:
+        job = replace(job, intervals=calibration.ASSUMED, speed=(known.low, known.high))
+        assumed = f"{rate / kind.peak(precision):.0%} of the peak of {name} in {precision}"
+    in_half = {}
+    if kind.half and kind.peak(kind.half) > kind.peak(precision):
+        in_half[kind.half] = described(params, seconds * rate / kind.flops(kind.half, known), kind, batch)
+    state = ReplicaMemory(4 * params, 4 * params, 8 * params, samples=batch)
+    if memory is not None:
+        state = replace(state, activations=max(0.0, number("--memory", memory) - state.total(2)))
+    return Plan(job, state, kind.capacity, assumed, in_half)
 
 
-def _profiled(paths: list[Path], name: str | None, links: str | None, local: int | None) -> Job:
+def _profiled(paths: list[Path], name: str | None, links: str | None, local: int | None) -> Plan:
     """Return the job that profiles measured, on the hosts and links that options describe."""
     from paceline.planner import hardware
-    from paceline.planner.hardware import Cluster
-    from paceline.planner.profiles import from_profiles, from_summary
+    from paceline.planner.profiles import from_summary
+    from paceline.planner.replica_memory import ReplicaMemory
+    from paceline.tools.plan.report import Plan
 
-    profiles = [from_summary(path) for path in paths]
-    last = max(profiles, key=lambda profile: profile.ranks)
+    summaries = sorted(map(from_summary, paths), key=lambda summary: summary.plan.ranks)
+    last, held = summaries[-1].plan, summaries[-1].memory
+    kind = hardware.device(name) if name else hardware.device_or_unknown(last.device)
+    job = _on_links([summary.plan for summary in summaries], kind, name, links, local)
+    weights, gradients, state = (held.get(part, 0) for part in ("parameters", "gradients", "optimizer"))
+    memory = ReplicaMemory(weights, gradients, state, samples=last.samples / last.micro_batches)
+    memory = replace(memory, activations=max(0.0, held.get("peak", 0) - memory.total(last.ranks)))
+    ranks = {summary.plan.ranks: counted(summary.plan.ranks, "rank") for summary in summaries}
+    return Plan(
+        job,
+        memory,
+        kind.capacity,
+        headlines={ranks[summary.plan.ranks]: summary.headline for summary in summaries if summary.headline},
+        unreliable={ranks[summary.plan.ranks]: summary.unreliable for summary in summaries if summary.unreliable},
+    )
+
+
+def _on_links(profiles: list[Profiled], kind: Device, name: str | None, links: str | None, local: int | None) -> Job:
+    from paceline.planner import hardware
+    from paceline.planner.hardware import Cluster
+    from paceline.planner.profiles import from_profiles
+
+    last = profiles[-1]
     if links is None:
         if name is not None:
             raise UsageError("--device needs --links if the job was profiled; add --links, or leave out --device")
@@ -183,7 +259,6 @@ def _profiled(paths: list[Path], name: str | None, links: str | None, local: int
         if last.hosts == 1:
             raise UsageError("--hosts-of needs --links for the network between hosts: the profile was made on one host")
         return replace(job, cluster=replace(job.cluster, devices_per_host=local))
-    kind = hardware.device(name) if name else hardware.device_or_unknown(last.device)
     inside, between = hardware.links(links, kind)
     local = local or math.ceil(last.ranks / last.hosts)
     is_named = inside != hardware.inside_link("", kind)

@@ -5,22 +5,48 @@ from __future__ import annotations
 import json as json_text
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from paceline.core.messages import counted, digits, duration
+from paceline.core.messages import counted, digits, duration, nbytes
 from paceline.core.output_files import new_figure, write_chart
 from paceline.core.tables import new_table, print_table
 from paceline.planner.critical_batch import Training, trainings
 from paceline.planner.goodput import Goodput
-from paceline.planner.predictions import RULE_OF_THUMB, WORTH, Job, Prediction, effects, stops_paying
+from paceline.planner.predictions import RULE_OF_THUMB, WORTH, Job, Prediction, Workload, effects, stops_paying
+from paceline.planner.replica_memory import NO_FIT, ReplicaMemory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job, and what is known about it."""
+
+    job: Job
+    memory: ReplicaMemory
+    capacity: float = math.inf
+    """Bytes of a device's memory; infinite if unknown."""
+    assumed: str = ""
+    """The assumed speed of a device; empty if it was measured."""
+    in_half: dict[str, Workload] = field(default_factory=dict)
+    """The same step in the device's half precision, by its name, if that is faster."""
+    headlines: dict[str, str] = field(default_factory=dict)
+    """The headline of each profile, by its number of ranks."""
+    unreliable: dict[str, str] = field(default_factory=dict)
+    """Why a profile is unreliable, likewise."""
+
+
+class Price(NamedTuple):
+    """Price of a device per hour."""
+
+    value: float
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -29,18 +55,25 @@ class Entry:
 
     prediction: Prediction
     goodput: Goodput
+    memory: float
+    """Bytes on a device."""
+    remedy: str
+    """The smallest change that makes the replica fit; empty if it fits."""
     epoch_s: float | None
-    """Seconds of an epoch, without time lost to failures; None if the samples of an epoch are unknown."""
+    """Seconds of an epoch, without time lost to failures; None if its samples are unknown, or if nothing fits."""
     cost: float | None
-    """Price of an epoch, or of a million samples; None without a price."""
+    """Price of an epoch, or of a million samples; None without a price, or if nothing fits."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """A plan."""
+    """A plan for several numbers of devices."""
 
-    job: Job
+    plan: Plan
     entries: Sequence[Entry]
+    samples: float | None
+    """Samples of an epoch; None if unknown."""
+    price: Price | None
     stops_paying: int | None
     """Devices that are not worth doubling; None if that is beyond the largest number."""
     changed_on: int
@@ -51,57 +84,68 @@ class Outlook:
 
 
 def look_ahead(
-    job: Job,
-    counts: Sequence[int],
-    price: float | None,
-    epoch: float | None,
-    speedup: float | None,
-    goodput_on: Callable[[int], Goodput],
+    plan: Plan, counts: Sequence[int], price: Price | None, samples: float | None, goodput_on: Callable[[int], Goodput]
 ) -> Outlook:
-    """Return the plan for `counts` devices, at a `price` per device and hour; `epoch` is its number of samples."""
-    entries = []
+    """Return the outlook for `counts` devices and an epoch of `samples`."""
+    entries, job = [], plan.job
     for count in counts:
-        prediction = job.predict(count)
-        hosts = math.ceil(count / job.cluster.devices_per_host)
-        seconds = None if epoch is None else prediction.seconds(epoch)
-        cost = None if price is None else price * count * prediction.seconds(epoch or 1e6) / 3600
-        entries.append(Entry(prediction, goodput_on(hosts), seconds, cost))
+        prediction, remedy = job.predict(count), plan.memory.remedy(count, plan.capacity)
+        is_possible = remedy != NO_FIT
+        seconds = prediction.seconds(samples) if samples and is_possible else None
+        cost = price.value * count * prediction.seconds(samples or 1e6) / 3600 if price and is_possible else None
+        entries.append(
+            Entry(prediction, goodput_on(job.cluster.hosts(count)), plan.memory.total(count), remedy, seconds, cost)
+        )
     stops = stops_paying(job, max(counts))
     changed_on = min(2 * stops, max(counts)) if stops else max(counts)
-    changed = effects(job, changed_on, speedup) if changed_on > 1 else {}
+    changed = effects(job, changed_on, plan.in_half) if changed_on > 1 else {}
     predictions = [entry.prediction for entry in entries]
     steps = [(made.ranks, made.ranks * job.workload.samples, made.step.length_s) for made in predictions]
     compared = [] if job.critical_batch is None else trainings(steps, job.critical_batch)
-    return Outlook(job, entries, stops, changed_on, changed, compared)
+    return Outlook(plan, entries, samples, price, stops, changed_on, changed, compared)
 
 
 def document(outlook: Outlook) -> dict[str, Any]:
-    """Return the plan for JSON."""
+    """Return the outlook for JSON."""
+    plan, job = outlook.plan, outlook.plan.job
     return {
-        "samples_per_device": outlook.job.workload.samples,
-        "devices_per_host": outlook.job.cluster.devices_per_host,
-        "links": {"inside": asdict(outlook.job.cluster.inside), "between": asdict(outlook.job.cluster.between)},
-        "calibration": asdict(outlook.job.calibration),
-        "predictions": [
-            {
-                "devices": entry.prediction.ranks,
-                "hosts": entry.goodput.hosts,
-                "step_s": entry.prediction.step.length_s,
-                "exposed_s": entry.prediction.step.exposed_s,
-                "samples_per_s": entry.prediction.samples_per_s,
-                "efficiency": entry.prediction.efficiency,
-                "interval": [entry.prediction.low, entry.prediction.high],
-                "progress_per_sample": entry.prediction.progress,
-                "goodput": asdict(entry.goodput),
-                "epoch_s": entry.epoch_s,
-                "cost": entry.cost,
-            }
-            for entry in outlook.entries
-        ],
+        "version": 1,
+        "samples_per_device": job.workload.samples,
+        "devices_per_host": job.cluster.devices_per_host,
+        "assumed_speed": plan.assumed or None,
+        "speed_interval": list(job.speed),
+        "links": {"inside": asdict(job.cluster.inside), "between": asdict(job.cluster.between)},
+        "calibration": asdict(job.calibration),
+        "headlines": plan.headlines,
+        "unreliable": plan.unreliable,
+        "memory_of_device": None if math.isinf(plan.capacity) else plan.capacity,
+        "price_unit": outlook.price and outlook.price.unit,
+        "predictions": [_row(entry) for entry in outlook.entries],
         "stops_paying": outlook.stops_paying,
-        "critical_batch": outlook.job.critical_batch,
+        "critical_batch": job.critical_batch,
         "trainings": [asdict(training) for training in outlook.trainings],
         "effects": {"devices": outlook.changed_on, "savings": outlook.effects},
+    }
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    made, step = entry.prediction, entry.prediction.step
+    return {
+        "devices": made.ranks,
+        "hosts": entry.goodput.hosts,
+        "step_s": step.length_s,
+        **asdict(step),
+        "samples_per_s": made.samples_per_s,
+        "samples_per_s_interval": [made.samples_per_s * made.slowest, made.samples_per_s * made.fastest],
+        "efficiency": made.efficiency,
+        "interval": [made.low, made.high],
+        "progress_per_sample": made.progress,
+        "memory": entry.memory,
+        "fits": not entry.remedy,
+        "remedy": entry.remedy or None,
+        "goodput": asdict(entry.goodput),
+        "epoch_s": entry.epoch_s,
+        "cost": entry.cost,
     }
 
 
@@ -110,8 +154,8 @@ def plot_outlook(outlook: Outlook) -> Figure:
     entries = outlook.entries
     counts = [entry.prediction.ranks for entry in entries]
     lines = [("samples per second", [entry.prediction.samples_per_s for entry in entries])]
-    if costs := [entry.cost for entry in entries if entry.cost is not None]:
-        lines.append(("cost of an epoch" if entries[0].epoch_s else "cost of a million samples", costs))
+    if costs := [math.nan if entry.cost is None else entry.cost for entry in entries if outlook.price]:
+        lines.append((_cost_title(outlook), costs))
     if outlook.trainings:
         lines.append(("training to the same loss", [training.time for training in outlook.trainings]))
     figure = new_figure(7, 4 + 2.5 * len(lines))
@@ -136,8 +180,10 @@ def plot_outlook(outlook: Outlook) -> Figure:
 def _time_and_cost(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
     """Add the cost to the time of trainings to the same loss, and mark the knee."""
     axes.plot(counts, [training.cost for training in outlook.trainings], "o-", color="C4", markersize=3)
-    axes.axvline((outlook.job.critical_batch or 0.0) / outlook.job.workload.samples, color="C2", linestyle="--")
-    axes.legend(["time", "device hours", f"knee: {outlook.job.critical_batch:,.0f} samples"])
+    axes.axvline(
+        (outlook.plan.job.critical_batch or 0.0) / outlook.plan.job.workload.samples, color="C2", linestyle="--"
+    )
+    axes.legend(["time", "device hours", f"knee: {outlook.plan.job.critical_batch:,.0f} samples"])
     axes.set_yscale("log")
 
 
@@ -167,48 +213,78 @@ def report(outlook: Outlook, json: bool, plot: str | None) -> None:
         print_table(table(outlook))
         print()
         Console().print(*notes(outlook), sep="\n", soft_wrap=True, highlight=False, markup=False)
-        if outlook.effects:
+        tables = [times_table(outlook)]
+        tables += [effects_table(outlook)] if outlook.effects else []
+        tables += [trainings_table(outlook)] if outlook.trainings else []
+        for one in tables:
             print()
-            print_table(effects_table(outlook))
-        if outlook.trainings:
-            print()
-            print_table(trainings_table(outlook))
+            print_table(one)
     if plot is not None:
         write_chart("--plot", plot, plot_outlook(outlook))
 
 
+def _cost_title(outlook: Outlook) -> str:
+    assert outlook.price is not None
+    return f"cost of {'an epoch' if outlook.samples else '1M samples'} ({outlook.price.unit})"
+
+
 def table(outlook: Outlook) -> Table:
-    """Return a row for each number of devices."""
-    has_epoch, has_cost = (outlook.entries[0].epoch_s is not None, outlook.entries[0].cost is not None)
-    columns = ["devices", "hosts", "step", "exposed", "samples/s", "efficiency", "80 % interval", "useful time"]
-    extra = ["epoch"] * has_epoch + [("cost of an epoch" if has_epoch else "cost of 1M samples")] * has_cost
+    """Return a row for each number of devices. If the speed of a device is assumed, intervals replace figures."""
+    columns = ["devices", "hosts", "samples/s", "efficiency", "80 % interval", "memory", "useful time"]
+    extra = ["epoch"] * bool(outlook.samples) + ([_cost_title(outlook)] if outlook.price else [])
     result = new_table(columns + extra)
     for entry in outlook.entries:
-        prediction = entry.prediction
+        made = entry.prediction
+        slowest, fastest = (made.slowest, made.fastest) if outlook.plan.assumed else (1.0, 1.0)
         cells = [
-            f"{prediction.ranks:,}",
+            f"{made.ranks:,}",
             f"{entry.goodput.hosts:,}",
-            duration(prediction.step.length_s),
-            duration(prediction.step.exposed_s),
-            digits(prediction.samples_per_s),
-            f"{prediction.efficiency:.1%}",
-            f"{prediction.low:.0%} to {min(prediction.high, 1.0):.0%}" if prediction.ranks > 1 else "",
+            _span(digits, made.samples_per_s * slowest, made.samples_per_s * fastest),
+            f"{made.efficiency:.1%}",
+            f"{made.low:.0%} to {min(made.high, 1.0):.0%}" if made.ranks > 1 else "",
+            nbytes(entry.memory) + (f": {entry.remedy}" if entry.remedy else ""),
             f"{entry.goodput.useful:.1%}",
         ]
-        cells += [] if entry.epoch_s is None else [duration(entry.epoch_s)]
-        cells += [] if entry.cost is None else [digits(entry.cost)]
-        result.add_row(*cells, style="bold" if prediction.ranks == outlook.stops_paying else "")
+        for is_shown, value, text in ((outlook.samples, entry.epoch_s, duration), (outlook.price, entry.cost, digits)):
+            if is_shown:
+                cells.append("" if value is None else _span(text, value / fastest, value / max(slowest, 1e-9)))
+        result.add_row(*cells, style="bold" if made.ranks == outlook.stops_paying else "")
+    return result
+
+
+def _span(text: Callable[[float], str], low: float, high: float) -> str:
+    return text(low) if low == high else f"{text(low)} to {text(high)}"
+
+
+def times_table(outlook: Outlook) -> Table:
+    """Return the parts of a step, which add up to it, for each number of devices."""
+    result = new_table(["devices", "step", "computing", "exposed", "interference", "jitter"])
+    for entry in outlook.entries:
+        step = entry.prediction.step
+        parts = (step.length_s, step.compute_s, step.exposed_s, step.interference_s, step.jitter_s)
+        result.add_row(f"{entry.prediction.ranks:,}", *map(duration, parts))
     return result
 
 
 def notes(outlook: Outlook) -> list[str]:
     """Return what the table does not say."""
-    cluster, last = outlook.job.cluster, outlook.entries[-1]
+    cluster, last = outlook.plan.job.cluster, outlook.entries[-1]
     most, stops = last.prediction.ranks, outlook.stops_paying
     lines = [f"Doubling the devices pays up to {most:,}, the largest number in this plan."]
     if stops is not None:
         on = counted(f"{stops:,}", "device")
         lines = [f"Stops paying at {on}: twice as many are less than {WORTH} times as fast."]
+    if outlook.plan.assumed:
+        low, high = outlook.plan.job.speed
+        lines.append(
+            f"The speed of a device is assumed: {outlook.plan.assumed}. Four of five published speeds are {low:.2g} to "
+            f"{high:.2g} times that. Measure one device, and give --samples-per-second."
+        )
+    lines += [f"Profile of {ranks}: {headline}" for ranks, headline in outlook.plan.headlines.items()]
+    if any(entry.remedy for entry in outlook.entries):
+        lines.append(
+            f"The memory of a device is {nbytes(outlook.plan.capacity)}; a replica that does not fit is marked."
+        )
     if last.goodput.hosts > 1:
         local = f", with {cluster.devices_per_host} devices over {cluster.inside.name}"
         lines.append(f"Hosts are connected over {cluster.between.name}{local if cluster.devices_per_host > 1 else ''}.")
@@ -217,8 +293,8 @@ def notes(outlook: Outlook) -> list[str]:
         f"On {hosts}, a failure stops the job every {duration(good.mtbf_s)}; saving every {duration(good.interval_s)} "
         "loses the least time."
     )
-    if (knee := outlook.job.critical_batch) is not None:
-        devices = counted(max(1, round(knee / outlook.job.workload.samples)), "device")
+    if (knee := outlook.plan.job.critical_batch) is not None:
+        devices = counted(max(1, round(knee / outlook.plan.job.workload.samples)), "device")
         lines.append(
             f"The knee of time against cost is at a global batch of {digits(knee)} samples, the critical batch size: "
             f"about {devices}."
@@ -229,7 +305,7 @@ def notes(outlook: Outlook) -> list[str]:
 def trainings_table(outlook: Outlook) -> Table:
     """Return time and cost of a training to the same loss, relative to the least, with the knee in bold."""
     result = new_table(["devices", "global batch", "steps", "samples", "time", "device hours"])
-    knee = outlook.job.critical_batch or 0.0
+    knee = outlook.plan.job.critical_batch or 0.0
     nearest = min(outlook.trainings, key=lambda training: abs(math.log(training.batch / knee)))
     for training in outlook.trainings:
         figures = (training.batch, training.steps, training.samples, training.time, training.cost)
