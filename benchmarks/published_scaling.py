@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from paceline.core.tables import new_table, print_table
 from paceline.errors import UsageError
 from paceline.planner.calibration import SPEEDS
 from paceline.planner.predictions import RULE_OF_THUMB
-from published.fit import Fits
+from published.fit import Fits, growths, profiled_intervals
 from published.rows import Row, read
 from published.speeds import fitted_speeds, of_family, read_pairs, shares_inside
 from published.validation import Checked, by_source, covered, cross_validate, score
@@ -64,6 +64,7 @@ def print_fit(path: str) -> None:
     print(fits.without())
     for speed in ("measured", "assumed"):
         print(f"{speed.upper()} = {fits.intervals(speed)}")
+    print(f"PROFILED = {profiled_intervals(growths(read(path)[0], fits.without()))}")
     print(f"SPEEDS = {fitted_speeds(read_pairs())}")
 
 
@@ -87,6 +88,7 @@ def report_validation(path: str, json: bool, plot: str | None) -> dict[str, Any]
         pairs = read_pairs()
         result = document(measured, assumed) | {
             "skipped": skipped,
+            "growth": growth(rows),
             "fresh": document(*checked(fresh)),
             "speeds": {
                 str(name): {"pairs": len(of_family(pairs, name)), **shares_inside(pairs, name)} for name in SPEEDS
@@ -101,12 +103,29 @@ def report_validation(path: str, json: bool, plot: str | None) -> dict[str, Any]
     return result
 
 
+def growth(rows: Sequence[Row]) -> dict[str, float]:
+    """Return how well results on more devices follow from a smaller result of the same job."""
+    pairs = growths(rows)
+    inside: dict[str, list[bool]] = {}
+    for pair in pairs:
+        inside.setdefault(pair.source, []).append(pair.made.low <= pair.reported <= pair.made.high)
+    errors = [100 * abs(pair.made.efficiency - pair.reported) for pair in pairs]
+    if not errors:
+        return {}
+    return {
+        "pairs": len(pairs),
+        "median": median(errors),
+        "inside": fmean(fmean(shares) for shares in inside.values()),
+        "width": 100 * median(pair.made.high - pair.made.low for pair in pairs),
+    }
+
+
 def document(rows: Sequence[Checked], assumed: Sequence[Checked]) -> dict[str, Any]:
     """Return the validation for JSON, with the published and with the assumed speed of one device."""
     predictors = {
         "planner": [row.made.efficiency for row in rows],
-        "planner, shipped constants": [row.shipped.efficiency for row in rows],
-        "planner, assumed speed": [row.made.efficiency for row in assumed],
+        "shipped constants": [row.shipped.efficiency for row in rows],
+        "assumed speed": [row.made.efficiency for row in assumed],
         "rule of thumb": [row.rule for row in rows],
         "median by log2 of the devices": [row.by_size for row in rows if row.by_size is not None],
     }
@@ -115,10 +134,10 @@ def document(rows: Sequence[Checked], assumed: Sequence[Checked]) -> dict[str, A
         "rows": len(rows),
         "errors": {name: asdict(score(rows, made)) for name, made in predictors.items() if len(made) == len(rows)},
         "coverage": covered(rows),
-        "coverage, assumed speed": covered(assumed),
-        "coverage of rows": fmean(row.is_covered for row in rows),
-        "better than both": sum(entry.is_best for entry in sources),
-        "assumed speed, better than the rule": sum(entry.model < entry.rule for entry in from_flags),
+        "coverage_assumed": covered(assumed),
+        "coverage_rows": fmean(row.is_covered for row in rows),
+        "better_than_both": sum(entry.is_best for entry in sources),
+        "assumed_better_than_rule": sum(entry.model < entry.rule for entry in from_flags),
         "rule of thumb": [_compared([row.row for row in rows], *rule) for rule in RULE_OF_THUMB],
         "sources": [asdict(entry) | {"is_best": entry.is_best} for entry in sources],
         "worst": [
@@ -156,9 +175,9 @@ def _print(result: dict[str, Any]) -> None:
         inside = ", ".join(f"{name} {share:.0%}" for name, share in part["coverage"].items() if share is not None)
         notes = (
             f"{title}: {counted(part['rows'], 'row')} of {sources}. Errors in points of efficiency.",
-            f"Better than both trivial predictors on {part['better than both']} of {sources}; with the assumed speed "
-            f"of one device, better than the rule of thumb on {part['assumed speed, better than the rule']}.",
-            f"The 80 % interval covers {part['coverage of rows']:.0%} of the rows; by source and devices: {inside}.",
+            f"Better than both trivial predictors on {part['better_than_both']} of {sources}; with the assumed speed "
+            f"of one device, better than the rule of thumb on {part['assumed_better_than_rule']}.",
+            f"The 80 % interval covers {part['coverage_rows']:.0%} of the rows; by source and devices: {inside}.",
         )
         Console().print(*notes, "", sep="\n", soft_wrap=True, highlight=False, markup=False)
         print_table(table)
@@ -166,7 +185,7 @@ def _print(result: dict[str, Any]) -> None:
     for name, share in result["speeds"].items():
         print(
             f"speed of one device, {name}: {share['pairs']} pairs, {share['shipped']:.0%} inside the interval; "
-            f"{share['held out']:.0%} if their source is held out"
+            f"{share['held_out']:.0%} if their source is held out"
         )
     print()
     table = new_table(["source", "rows", "planner", "rule of thumb", "by log2", "bias", "covered"], words=("source",))

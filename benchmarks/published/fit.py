@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.planner.calibration import CROWD, FLOOR, Calibration, Intervals
-from paceline.planner.predictions import backward_timeline, spread
+from paceline.planner.calibration import CROWD, FLOOR, PROFILED, PUBLISHED, Calibration, Intervals
+from paceline.planner.predictions import Prediction, backward_timeline, spread
 from published.rows import Row
 
 PRIOR = Calibration(
@@ -39,6 +41,10 @@ LEVELS = {
 }
 """Most devices, and the share of the fitted sources' rows that an interval covers, if the speed of a device is measured
 or assumed. It is chosen so that the interval covers about 80 % of the rows of a source outside the fit."""
+
+
+PROFILED_LEVEL = 0.84
+"""The same for a job that was profiled on fewer devices."""
 
 
 class Columns:
@@ -188,6 +194,42 @@ class Fits:
             found.append((most, min(low, 0.0), max(high, 0.0)))
             least = most
         return tuple(found)
+
+
+class Growth(NamedTuple):
+    """Two results of the same job, on fewer and on more devices."""
+
+    source: str
+    made: Prediction
+    """For more devices, relative to fewer."""
+    reported: float
+
+
+def growths(rows: Sequence[Row], calibration: Calibration = PUBLISHED) -> list[Growth]:
+    """Return all pairs of results of the same job, as if the smaller one had been profiled."""
+    jobs: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if row.baseline == 1:
+            jobs.setdefault((row.source, row.title.partition(",")[0], repr(row.job)), []).append(row)
+    result = []
+    for same in jobs.values():
+        for few, many in combinations(sorted(same, key=lambda row: row.devices), 2):
+            if few.devices < many.devices:
+                job = replace(many.job, calibration=calibration, intervals=PROFILED)
+                made = job.predict(many.devices, few.devices)
+                result.append(Growth(many.source, made, many.efficiency / few.efficiency))
+    return result
+
+
+def profiled_intervals(pairs: Sequence[Growth]) -> Intervals:
+    """Return the interval that covers :data:`PROFILED_LEVEL` of the pairs; all sources weigh the same."""
+    counts = Counter(pair.source for pair in pairs)
+    errors = [(pair.reported - pair.made.efficiency) / (FLOOR + max(0, 1 - pair.made.efficiency)) for pair in pairs]
+    weights = [1 / counts[pair.source] for pair in pairs]
+    values, weight = (torch.tensor(numbers, dtype=torch.float64, device="cpu") for numbers in (errors, weights))
+    ends = ((1 - PROFILED_LEVEL) / 2, (1 + PROFILED_LEVEL) / 2)
+    low, high = (round(quantile(values, weight, share), 3) for share in ends)
+    return ((math.inf, low, high),)
 
 
 def quantile(values: Tensor, weight: Tensor, share: float) -> float:

@@ -160,13 +160,13 @@ def _jobs(text: _Text, kind: Device, baseline: int) -> tuple[bool, Job, Job]:
     size = re.search(NUMBER, text.values["per_device_batch"])
     batch = (float(size[0]) if size else 0.0) or None
     gflop = float(known["forward_gflop"])
-    assumed = UNKNOWN_STEP_S
-    if batch is not None:
-        flops = 3e9 * gflop if gflop else 6 * params * float(known["units"])
+    units, assumed = float(known["units"]), UNKNOWN_STEP_S
+    if batch is not None and (gflop or units > 1):
+        flops = 3e9 * gflop if gflop else 6 * params * units
         # Frameworks compute in TF32 if the device does; torch stopped that in 1.12.
         precision = (kind.half or "fp32") if is_half else "tf32" if "tf32" in kind.peaks else "fp32"
         assumed = flops * batch / kind.flops(precision, SPEEDS["convnet" if gflop else "transformer"])
-    seconds = _measured_s(text, baseline, batch, float(known["units"]))
+    seconds = _measured_s(text, baseline, batch, units)
     width = 2 if "compression" in text.precision or (is_half and text.precision[:4] in ("bf16", "fp16")) else 4
     if "fsdp" in text.notes or "zero-3" in text.notes:
         width = 3  # two gathers and a scatter of 2 bytes; an all-reduce is one gather and one scatter

@@ -101,4 +101,4 @@ def shares_inside(pairs: Sequence[Pair], family: str | None) -> dict[str, float]
         if others := [pair for pair in own if pair.source != source]:
             speed = fit_speed(others)
             held_out += [is_inside(pair, speed) for pair in own if pair.source == source]
-    return {"shipped": fmean(is_inside(pair, SPEEDS[family]) for pair in own), "held out": fmean(held_out)}
+    return {"shipped": fmean(is_inside(pair, SPEEDS[family]) for pair in own), "held_out": fmean(held_out)}

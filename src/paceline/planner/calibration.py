@@ -49,6 +49,8 @@ MEASURED: Intervals = ((8, -0.723, 0.418), (64, -0.887, 0.326), (math.inf, -0.85
 """Intervals if the speed of a device was measured."""
 ASSUMED: Intervals = ((8, -1.242, 0.476), (64, -1.248, 0.321), (math.inf, -0.85, 0.444))
 """Intervals if it was not."""
+PROFILED: Intervals = ((math.inf, -1.0, 0.43),)
+"""The interval of the efficiency relative to a smaller number of devices on which the job was profiled."""
 
 
 def bounds(intervals: Intervals, ranks: int, efficiency: float) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from statistics import fmean, linear_regression
 from paceline.core.messages import counted
 from paceline.core.strict_json import LARGEST, WrongValue, instance_of, loads, read_text, shown
 from paceline.errors import UsageError
-from paceline.planner.calibration import PUBLISHED
+from paceline.planner.calibration import PROFILED, PUBLISHED
 from paceline.planner.hardware import CORE_MEMORY, Cluster, Kind, Link, device_or_unknown
 from paceline.planner.predictions import Job, Layer, Workload, spread, stretched
 
@@ -212,7 +212,7 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
     if cluster is not None:
         here = replace(cluster, contention=here.contention)
     spreads = {profile.ranks: profile.spread for profile in profiles}
-    return Job(work, here, calibration, last.critical_batch or first.critical_batch, spreads=spreads)
+    return Job(work, here, calibration, last.critical_batch or first.critical_batch, PROFILED, spreads=spreads)
 
 
 def _on(profile: Profiled) -> Cluster:

@@ -249,7 +249,7 @@ def test_the_published_rows_are_predicted_as_documented() -> None:
 def test_the_speeds_of_one_device_are_those_that_were_published() -> None:
     pairs = read_pairs()
     assert fitted_speeds(pairs) == SPEEDS
-    assert 0.75 <= shares_inside(pairs, None)["held out"] <= 0.85
+    assert 0.75 <= shares_inside(pairs, None)["held_out"] <= 0.85
 
 
 def test_a_validation_is_printed_drawn_and_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
