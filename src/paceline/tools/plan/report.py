@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_text
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
@@ -134,6 +134,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "devices": made.ranks,
         "hosts": entry.goodput.hosts,
         "step_s": step.length_s,
+        "step_s_interval": list(_ends(made, step.length_s)),
         **asdict(step),
         "samples_per_s": made.samples_per_s,
         "samples_per_s_interval": [made.samples_per_s * made.slowest, made.samples_per_s * made.fastest],
@@ -235,11 +236,12 @@ def table(outlook: Outlook) -> Table:
     result = new_table(columns + extra)
     for entry in outlook.entries:
         made = entry.prediction
-        slowest, fastest = (made.slowest, made.fastest) if outlook.plan.assumed else (1.0, 1.0)
+        if not outlook.plan.assumed:  # figures instead of intervals
+            made = replace(made, slowest=1.0, fastest=1.0)
         cells = [
             f"{made.ranks:,}",
             f"{entry.goodput.hosts:,}",
-            _span(digits, made.samples_per_s * slowest, made.samples_per_s * fastest),
+            _span(digits, made.samples_per_s * made.slowest, made.samples_per_s * made.fastest),
             f"{made.efficiency:.1%}",
             f"{made.low:.0%} to {min(made.high, 1.0):.0%}" if made.ranks > 1 else "",
             nbytes(entry.memory) + (f": {entry.remedy}" if entry.remedy else ""),
@@ -247,7 +249,7 @@ def table(outlook: Outlook) -> Table:
         ]
         for is_shown, value, text in ((outlook.samples, entry.epoch_s, duration), (outlook.price, entry.cost, digits)):
             if is_shown:
-                cells.append("" if value is None else _span(text, value / fastest, value / max(slowest, 1e-9)))
+                cells.append("" if value is None else _span(text, *_ends(made, value)))
         result.add_row(*cells, style="bold" if made.ranks == outlook.stops_paying else "")
     return result
 
@@ -258,12 +260,19 @@ def _span(text: Callable[[float], str], low: float, high: float) -> str:
 
 def times_table(outlook: Outlook) -> Table:
     """Return the parts of a step, which add up to it, for each number of devices."""
-    result = new_table(["devices", "step", "computing", "exposed", "interference", "jitter"])
+    columns = ["devices", "step", "computing", "exposed", "interference", "jitter"]
+    result = new_table(columns + ["80 % interval of the step"] * bool(outlook.plan.assumed))
     for entry in outlook.entries:
-        step = entry.prediction.step
+        made, step = entry.prediction, entry.prediction.step
         parts = (step.length_s, step.compute_s, step.exposed_s, step.interference_s, step.jitter_s)
-        result.add_row(f"{entry.prediction.ranks:,}", *map(duration, parts))
+        ends = [_span(duration, *_ends(made, step.length_s))] * bool(outlook.plan.assumed)
+        result.add_row(f"{made.ranks:,}", *map(duration, parts), *ends)
     return result
+
+
+def _ends(made: Prediction, value: float) -> tuple[float, float]:
+    """Return the 80 % interval of a time or a cost."""
+    return value / made.fastest, value / max(made.slowest, 1e-9)
 
 
 def notes(outlook: Outlook) -> list[str]:
