@@ -490,7 +490,8 @@ def _hugging(name: str, kind: str, width: int, layers: int, vocabulary: int, **o
 GPT2 = partial(_hugging, "GPT2LMHeadModel", "gpt2")
 LLAMA = partial(_hugging, "LlamaForCausalLM", "llama", num_key_value_heads=4)
 BERT = _hugging("BertForMaskedLM", "bert", 512, 4, 8000, intermediate_size=2048)
-T5 = {"d_model": 320, "d_kv": 40, "d_ff": 1024, "num_layers": 6, "num_heads": 8, "decoder_start_token_id": 0}
+SIZES = {"d_model": 320, "d_kv": 40, "d_ff": 1024, "num_layers": 6, "num_heads": 8, "decoder_start_token_id": 0}
+T5 = _hugging("T5ForConditionalGeneration", "t5", 320, 6, 7000, **SIZES)
 MIXTRAL = _hugging("MixtralForCausalLM", "mixtral", 384, 2, 9000, intermediate_size=512, num_key_value_heads=4)
 OLMOE = _hugging("OlmoeForCausalLM", "olmoe", 320, 4, 7000, intermediate_size=256, num_experts=8, num_experts_per_tok=2)
 FRESH = {
@@ -502,13 +503,7 @@ FRESH = {
     "llama_autocast": Case(LLAMA(384, 7, 12_000, intermediate_size=1024), 3, length=320, autocast=True),
     "llama_both": Case(LLAMA(512, 8, 6000, intermediate_size=1376), 6, length=192, autocast=True, checkpointing=True),
     "bert": Case(BERT, 4, length=256, optimizer="adafactor"),
-    "t5_checkpointed": Case(
-        _hugging("T5ForConditionalGeneration", "t5", 320, 6, 7000, **T5),
-        4,
-        length=192,
-        optimizer="adafactor",
-        checkpointing=True,
-    ),
+    "t5_checkpointed": Case(T5, 4, length=192, optimizer="adafactor", checkpointing=True),
     "mixtral": Case(MIXTRAL, 3, length=256),
     "olmoe_checkpointed": Case(OLMOE, 4, length=192, checkpointing=True),
     "mlp_large_batch": Case(mlp_large_batch, 8192, (768,)),
@@ -520,5 +515,5 @@ FRESH = {
     "encoder_autocast": Case(encoder_wide, 12, length=192, optimizer="adam", autocast=True),
 }
 """Held out: recomputation, transformers, experts, autocast and ordinary shapes. The constants were chosen with the
-models above, and with models of these kinds in other sizes."""
+models above and with these kinds in other sizes, but ``LIFETIME`` also with these (decision 52)."""
 ALL = {**CASES, **HELD_OUT, **FRESH}

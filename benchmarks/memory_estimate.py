@@ -2,7 +2,7 @@
 
 Each model trains in new ranks of ``paceline run``. The measured value is the peak of resident memory (VmHWM) minus the
 resident memory after all imports. Buckets that are mapped from other ranks do not count, so the sum over ranks is the
-job's memory. The constants of the estimate were chosen with ten of the models; the others are held out.
+job's memory. The models in ``FRESH`` were held out when the constants were chosen, except ``LIFETIME`` (decision 52).
 
 Run by: python benchmarks/memory_estimate.py --help
 """

@@ -299,7 +299,7 @@ def measured_for_real(module: nn.Module, x: Tensor, autocast: torch.dtype | None
         loss.backward()
     profiled: Any = profiler.profiler
     changes = [event.nbytes() for event in profiled.kineto_results.events() if event.name() == "[memory]"]
-    return x.nbytes + max(accumulate(changes))
+    return x.nbytes + int(max(accumulate(changes)))
 
 
 def zeros(count: int) -> Tensor:
@@ -556,3 +556,15 @@ def test_mixture_of_experts_has_activations(estimate: Any, dtype: str) -> None:
     Path("config.json").write_text(json.dumps({**tiny, **mixtral, "vocab_size": 50, "num_key_value_heads": 2}))
     estimated = estimate("config.json", "--sequence-length", "64", "--dtype", dtype)
     assert estimated["ranks"][0]["activations"] > 2 * 64 * 2 * 256 * 2  # two experts for each token, in two layers
+
+
+@pytest.mark.usefixtures("models")
+def test_output_states_how_many_measured_peaks_were_near(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    results = max((Path(__file__).parents[3] / "benchmarks" / "results").glob("*-memory-estimate.json"))
+    groups = json.loads(results.read_text())["results"]["summary"].values()
+    good, count = (sum(group[name] for group in groups) for name in ("good", "of"))
+    assert not run("estimate-memory", "zoo.py:Small")
+    lowest, highest = min(group["lowest_ratio"] for group in groups), max(group["highest_ratio"] for group in groups)
+    others = f"the others at most {100 - 100 * lowest:.0f}% too low or {100 * highest - 100:.0f}% too high"
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"On a CPU, {good} of {count} estimates were within 15% of the measured peak, {others}" in out

@@ -127,7 +127,8 @@ def _notes(training: Training, batch: Batch | None, device: str) -> list[str]:
         "and the imported modules before training starts.",
         "Not yet compared with measurements on a GPU."
         if device == "cuda"
-        else "On a CPU, 44 of 44 measured peaks were within 20% of the estimate.",
+        else "On a CPU, 73 of 80 estimates were within 15% of the measured peak, the others at most 22% too low or 31% "
+        "too high.",
     ]
 
 

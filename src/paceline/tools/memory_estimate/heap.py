@@ -10,7 +10,7 @@ SMALL = 4096
 """Bytes below which blocks do not matter."""
 SLACK = 96
 """Bytes that an aligned allocation needs besides the block. Small objects take them soon after."""
-LIFETIME = 48
+LIFETIME = 32
 """Number of later blocks until these small objects are free; fitted to measured peaks (decision 52)."""
 GROWTH = 1.25
 """Factor for what else fragments the heap, such as the buffers of matrix multiplications; also fitted."""
