@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.models import BuiltModel, described, empty
 
-GROUPED = torch.ops.aten._grouped_mm.default
+GROUPED = "aten::_grouped_mm"
 
 
 class Batch(NamedTuple):
@@ -121,7 +121,7 @@ class _Live(TorchDispatchMode):
                 parameter.register_post_accumulate_grad_hook(self._release)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = _grouped(*args, **(kwargs or {})) if func is GROUPED else func(*args, **(kwargs or {}))
+        result = _grouped(*args, **(kwargs or {})) if func.name() == GROUPED else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._add(stored_elements(tensor).untyped_storage())
