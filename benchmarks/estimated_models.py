@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from workloads import Block, SmallGPT, mlp
 
@@ -17,19 +20,37 @@ from workloads import Block, SmallGPT, mlp
 class Case:
     """A model with a batch of one rank, as options of the command."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[], nn.Module] | dict[str, Any]
+    """A function in this file, or the content of a ``config.json`` of transformers."""
     size: int
     shape: tuple[int, ...] = ()
     """Shape of one sample; empty for tokens."""
     length: int = 0
     """Tokens of a sample."""
     optimizer: str = "adamw"
+    autocast: bool = False
+    """Whether the forward runs in bfloat16."""
+    checkpointing: bool = False
+    """Whether the layers of a transformers model are recomputed in backward."""
 
     @property
     def options(self) -> list[str]:
         """Arguments of ``paceline estimate-memory`` after the model."""
         inputs = ["--sequence-length", str(self.length)] if self.length else ["--input-shape", _joined(self.shape)]
-        return ["--batch-size", str(self.size), *inputs, "--optimizer", self.optimizer]
+        flags = [*["--autocast", "bfloat16"] * self.autocast, *["--checkpointing"] * self.checkpointing]
+        return ["--batch-size", str(self.size), *inputs, "--optimizer", self.optimizer, *flags]
+
+    def module(self) -> nn.Module:
+        """Build the model."""
+        if callable(self.build):
+            return self.build()
+        import transformers
+
+        config = transformers.AutoConfig.for_model(**self.build)
+        module: nn.Module = getattr(transformers, self.build["architectures"][0])(config)
+        if self.checkpointing:
+            module.gradient_checkpointing_enable()  # type: ignore[operator]
+        return module
 
     def inputs(self) -> Tensor:
         """Draw a batch."""
@@ -202,6 +223,43 @@ class Bottleneck(nn.Module):
         return mixed + x if self.is_added else mixed
 
 
+class Recomputed(nn.Sequential):
+    """Layers that are recomputed in backward, one after another."""
+
+    is_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, length, width) to the same."""
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=self.is_reentrant)
+        return x
+
+
+class CheckpointedGPT(SmallGPT):
+    """A GPT whose blocks are recomputed in backward."""
+
+    def __init__(self, vocabulary: int, width: int, blocks: int, *, is_reentrant: bool) -> None:
+        super().__init__(vocabulary, width, blocks)
+        self.blocks = Recomputed(*self.blocks)
+        self.blocks.is_reentrant = is_reentrant
+
+
+class Segments(nn.Module):
+    """Four segments of bottlenecks that are recomputed in backward, for pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 80, 3, 2, 1), nn.BatchNorm2d(80), nn.ReLU())
+        self.body = nn.Sequential(*[Bottleneck(80, 48, 80, 1) for _ in range(12)])
+        self.head = nn.Linear(80, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map pictures to logits (batch, 100)."""
+        x = checkpoint_sequential(self.body, 4, self.stem(x), use_reentrant=False)
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
 def mlp_25m() -> nn.Module:
     """Build six square layers of 2,048."""
     return mlp(2048, 6)
@@ -342,6 +400,55 @@ def gpt_wide() -> nn.Module:
     return SmallGPT(5000, 768, 3)
 
 
+def checkpointed() -> nn.Module:
+    """Build eight recomputed blocks of width 288."""
+    return CheckpointedGPT(9000, 288, 8, is_reentrant=False)
+
+
+def reentrant() -> nn.Module:
+    """Build five recomputed blocks of width 432 with reentrant checkpoints."""
+    return CheckpointedGPT(4000, 432, 5, is_reentrant=True)
+
+
+def mlp_large_batch() -> nn.Module:
+    """Build five square layers of 768."""
+    return mlp(768, 5)
+
+
+def cnn_single() -> nn.Module:
+    """Build eight convolutions for one large picture."""
+    widths = (3, 48, 48, 96, 96, 192, 192, 256, 256)
+    parts: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        parts += [nn.Conv2d(before, after, 3, 1 if before == after else 2, 1), nn.GroupNorm(8, after), nn.ReLU()]
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 1000))
+
+
+def vit_wide() -> nn.Module:
+    """Build five blocks of width 432 over 144 patches."""
+    return Vision(432, 5)
+
+
+def gru_wide() -> nn.Module:
+    """Build two GRU layers of width 512."""
+    return Recurrent(nn.GRU, 3000, 512)
+
+
+def recommender() -> nn.Module:
+    """Build three tables of 150,000 rows."""
+    return Embedded(150_000, 40)
+
+
+def gpt_long() -> nn.Module:
+    """Build five blocks of width 240 for 1,536 tokens."""
+    return SmallGPT(6000, 240, 5, 1536)
+
+
+def encoder_wide() -> nn.Module:
+    """Build four layers of torch's transformer of width 384."""
+    return Encoder(384, 4)
+
+
 CASES = {
     "mlp_25m": Case(mlp_25m, 64, (2048,)),
     "mlp_small": Case(mlp_small, 128, (784,)),
@@ -372,3 +479,41 @@ HELD_OUT = {
 }
 """Models with other layers and optimizers. A few were used to choose allowances: both U-Nets, ``separable``,
 ``bottlenecks``, ``mobile`` and ``waves`` for convolutions, ``lstm_small`` for LSTMs, and ``gpt_wide`` for the rest."""
+
+
+def _hugging(name: str, kind: str, width: int, layers: int, vocabulary: int, **other: int | str) -> dict[str, Any]:
+    """Return the configuration of a transformers class. `kind` is its ``model_type``."""
+    names = {"hidden_size": width, "num_hidden_layers": layers, "vocab_size": vocabulary, "num_attention_heads": 8}
+    return {"architectures": [name], "model_type": kind, **names, **other}
+
+
+GPT2 = partial(_hugging, "GPT2LMHeadModel", "gpt2")
+LLAMA = partial(_hugging, "LlamaForCausalLM", "llama", num_key_value_heads=4)
+BERT = _hugging("BertForMaskedLM", "bert", 512, 4, 8000, intermediate_size=2048)
+SIZES = {"d_model": 320, "d_kv": 40, "d_ff": 1024, "num_layers": 6, "num_heads": 8, "decoder_start_token_id": 0}
+T5 = _hugging("T5ForConditionalGeneration", "t5", 320, 6, 7000, **SIZES)
+MIXTRAL = _hugging("MixtralForCausalLM", "mixtral", 384, 2, 9000, intermediate_size=512, num_key_value_heads=4)
+OLMOE = _hugging("OlmoeForCausalLM", "olmoe", 320, 4, 7000, intermediate_size=256, num_experts=8, num_experts_per_tok=2)
+FRESH = {
+    "checkpointed": Case(checkpointed, 6, length=128),
+    "reentrant": Case(reentrant, 12, length=128, optimizer="adam"),
+    "segments": Case(Segments, 12, (3, 96, 96), optimizer="sgd+momentum"),
+    "gpt2": Case(GPT2(320, 8, 7000), 3, length=320, optimizer="sgd+momentum"),
+    "gpt2_checkpointed": Case(GPT2(512, 6, 9000), 3, length=256, checkpointing=True),
+    "llama_autocast": Case(LLAMA(384, 7, 12_000, intermediate_size=1024), 3, length=320, autocast=True),
+    "llama_both": Case(LLAMA(512, 8, 6000, intermediate_size=1376), 6, length=192, autocast=True, checkpointing=True),
+    "bert": Case(BERT, 4, length=256, optimizer="adafactor"),
+    "t5_checkpointed": Case(T5, 4, length=192, optimizer="adafactor", checkpointing=True),
+    "mixtral": Case(MIXTRAL, 3, length=256),
+    "olmoe_checkpointed": Case(OLMOE, 4, length=192, checkpointing=True),
+    "mlp_large_batch": Case(mlp_large_batch, 8192, (768,)),
+    "cnn_single": Case(cnn_single, 1, (3, 640, 640), optimizer="sgd+momentum"),
+    "vit_autocast": Case(vit_wide, 8, (3, 96, 96), autocast=True),
+    "gru_wide": Case(gru_wide, 16, length=48, optimizer="adafactor"),
+    "recommender": Case(recommender, 1024, length=12, optimizer="adafactor"),
+    "gpt_long": Case(gpt_long, 1, length=1536),
+    "encoder_autocast": Case(encoder_wide, 12, length=192, optimizer="adam", autocast=True),
+}
+"""Held out: recomputation, transformers, experts, autocast and ordinary shapes. The constants were chosen with the
+models above and with these kinds in other sizes, but ``LIFETIME`` also with these (decision 52)."""
+ALL = {**CASES, **HELD_OUT, **FRESH}

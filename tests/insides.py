@@ -185,8 +185,9 @@ _MODULES = (
     "launch.verdict=launch_verdict nn.sync_batch_norm optim.sharding profiler.advice profiler.rank_file "
     "profiler.recorder=profiler_recorder profiler.stack_samples profiler.step_breakdown profiler.step_parts "
     "tools.bench.measure tools.checkpoint_files tools.explain.bubble tools.explain.buckets tools.explain.collectives "
-    "tools.hub tools.main=tools_main tools.memory_estimate.footprints tools.recipes.commands tools.recipes.datasets "
-    "tools.recipes.lm tools.recipes.mrpc tools.run_command tools.run_options train.checkpoints train.training_step "
+    "tools.hub tools.main=tools_main tools.memory_estimate.footprints tools.memory_estimate.heap "
+    "tools.recipes.commands tools.recipes.datasets tools.recipes.lm tools.recipes.mrpc tools.run_command "
+    "tools.run_options train.checkpoints train.training_step "
 )
 """The internal modules whose attributes tests read or replace; ``module=alias`` as above."""
 

@@ -65,6 +65,11 @@ def assign(
     return buckets + sorted(open_buckets.values(), key=lambda bucket: position[bucket[-1]])
 
 
+def default_capacities(total: int) -> tuple[int, ...]:
+    """Return the capacities for `total` bytes of gradients, which share one bucket if they fit."""
+    return (CAPACITY,) if total <= CAPACITY else (FIRST_CAPACITY, CAPACITY)
+
+
 def arrival_order(observed: Sequence[int], count: int) -> list[int]:
     """Return all `count` parameters in `observed` order of arrival; unobserved ones come last, in reverse order.
 
@@ -379,8 +384,8 @@ class BucketSet:
         kinds = [self._kind(index) for index in range(len(self.parameters))]
         inside = [index for index in order if index not in self.unbucketed]
         sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self.parameters, kinds, strict=True)]
-        fits = self._merges and sum(sizes[index] for index in inside) <= CAPACITY
-        self._use(assign(sizes, kinds, inside, (CAPACITY,) if fits else self._capacities))
+        total = sum(sizes[index] for index in inside)
+        self._use(assign(sizes, kinds, inside, default_capacities(total) if self._merges else self._capacities))
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
         """Rebuild the buckets for other parameters; gradients that users still reference stay in the old memory."""

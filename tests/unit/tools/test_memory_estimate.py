@@ -7,6 +7,8 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import paceline
-from insides import Activations, Batch, BuiltModel, activations_of, footprints, sharding, under_way
+from insides import Batch, BuiltModel, activations_of, footprints, heap, sharding, under_way
 from paceline import World
 from paceline.errors import installing
 from paceline.optim import ShardedOptimizer
@@ -230,7 +231,7 @@ def test_strategy_buffers_are_small_unless_they_copy_everything() -> None:
     assert all(
         row(training, 1, name).communication == 0 for name in (footprints.DDP, footprints.SHARDED, footprints.FSDP2)
     )
-    peaks = [entry.peak("cpu", 4, Activations()) for entry in (torchs, ours, sharded, fsdp2)]
+    peaks = [entry.peak("cpu", 4, 0) for entry in (torchs, ours, sharded, fsdp2)]
     assert peaks == sorted(peaks, reverse=True)
 
 
@@ -253,13 +254,19 @@ class Attention(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, use_reentrant: bool | None = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        self.first, self.use_reentrant = nn.Linear(64, 64), use_reentrant
+        wide = (nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 64)) for _ in range(4))
+        self.layers = nn.Sequential(*wide)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.use_reentrant is None:
+            sequence: Tensor = checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+            return sequence
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
         return x
 
 
@@ -279,47 +286,83 @@ def pictures() -> nn.Module:
 
 
 def measured_for_real(module: nn.Module, x: Tensor, autocast: torch.dtype | None) -> int:
-    """Return the bytes of the storages that autograd saves on the CPU, and of the output."""
-    kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-    tensors: list[Tensor] = []
+    """Return the peak of the memory that a real step allocates, without the gradients of weights."""
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     cast: Any = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-    hooks = saved_tensors_hooks(lambda tensor: tensors.append(tensor) or tensor, lambda tensor: tensor)
-    with hooks, cast:
-        tensors.append(module.train()(x))
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(size for address, size in sizes.items() if address not in kept)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        with cast:
+            output = module.train()(x)
+            logits = output.flatten(0, -2)
+            same = output.shape == x.shape
+            loss = F.mse_loss(output, torch.zeros_like(output)) if same else F.cross_entropy(logits, zeros(len(logits)))
+        loss.backward()
+    profiled: Any = profiler.profiler
+    changes = [event.nbytes() for event in profiled.kineto_results.events() if event.name() == "[memory]"]
+    return x.nbytes + int(max(accumulate(changes)))
+
+
+def zeros(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize(
     ("build", "batch"),
-    [(Attention, Batch((3, 24), True)), (Checkpointed, Batch((5, 16))), (pictures, Batch((2, 3, 8, 8)))],
-    ids=["attention", "checkpointed", "pictures"],
+    [
+        (Attention, Batch((8, 64), True)),
+        (Checkpointed, Batch((256, 64))),
+        (partial(Checkpointed, True), Batch((256, 64))),
+        (partial(Checkpointed, None), Batch((256, 64))),
+        (pictures, Batch((64, 3, 8, 8))),
+    ],
+    ids=["attention", "checkpointed", "reentrant", "sequential", "pictures"],
 )
-def test_activations_match_the_tensors_saved_by_autograd(
+def test_activations_match_the_memory_of_a_real_step(
     build: Callable[[], nn.Module], batch: Batch, autocast: torch.dtype | None
 ) -> None:
-    x = torch.zeros(batch.shape, dtype=torch.int64) if batch.is_tokens else torch.ones(batch.shape)
-    real = measured_for_real(build(), x, autocast)
+    real = measured_for_real(build(), zeros(512).view(8, 64) if batch.is_tokens else torch.ones(batch.shape), autocast)
     for device in ("meta", "cpu"):
         with torch.device(device):
             model = BuiltModel("net", build())
-        estimated = activations_of(model, batch, autocast, on_gpu=True)
-        # With fake tensors, BatchNorm statistics take the dtype of the input.
-        assert estimated.total == (real if autocast is None else pytest.approx(real, rel=0.01))
+        estimated = activations_of(model, batch, autocast, on_gpu=False)
+        assert estimated.total == pytest.approx(real, rel=0.15)
 
 
 def test_impossibly_large_batch_can_be_estimated() -> None:
     with torch.device("meta"):
         model = BuiltModel("wide", nn.Linear(2**20, 2**20))
     estimated = activations_of(model, Batch((2**20, 2**20)), None, on_gpu=False)
-    assert estimated == Activations(2 * 2**42, 0)
+    assert 4 * 2**42 < estimated.total < 6 * 2**42
 
 
 def test_lstm_counts_the_tensors_saved_by_its_kernel() -> None:
     # The real kernel keeps the gates of every step in a private workspace that no hook sees.
     estimated = activations_of(BuiltModel("lstm", Recurrent()), Batch((5, 7, 16)), None, on_gpu=False)
     assert estimated.total > 5 * 7 * 4 * 8 * 4
+
+
+def test_hole_is_too_small_for_the_same_size_until_small_objects_are_gone() -> None:
+    memory = heap.Heap()
+    memory.allocate(100_000)
+    hole, _ = memory.allocate(50_000), memory.allocate(100_000)
+    memory.free(hole)
+    before = memory.peak
+    memory.free(memory.allocate(40_000))
+    assert memory.peak == before
+    memory.allocate(50_000)
+    after = memory.peak
+    assert after > before
+    memory.drop_small_objects()
+    memory.allocate(50_000)
+    assert memory.peak == after
+
+
+def test_one_bucket_holds_all_gradients_that_fit() -> None:
+    # The first bucket of 1 MiB exists only for models that need several buckets.
+    module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    training = footprints.Training(module, footprints.parse_optimizer("sgd"))
+    assert row(training, 2, footprints.DDP).communication == training.gradient_bytes
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -373,6 +416,14 @@ class Masks(Small):
     def forward(self, x):
         return self.layers(x[x.sum(1) > 0])
 
+@torch.library.custom_op("zoo::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+class Twice(Small):
+    def forward(self, x):
+        return self.layers(twice(x))
+
 built = nn.Linear(3, 2, bias=False)
 two = lambda: (Small(), 1)
 """
@@ -400,11 +451,21 @@ REFUSED = {
     "both inputs": (["zoo.py:Small", "--sequence-length", "2", "--input-shape", "16"], "give one of them"),
     "wrong width": (["zoo.py:Small", "--input-shape", "17"], "zoo.py:Small with a batch of shape (1, 17)"),
     "forward that masks": (["zoo.py:Masks", "--input-shape", "16"], "The tensors have no values here"),
+    "other operator": (["zoo.py:Twice", "--input-shape", "16"], "this operator has no implementation for tensors"),
     "unknown device": (["zoo.py:Small", "--device", "tpu"], "--device must be cpu or cuda, not 'tpu'"),
     "unknown optimizer": (["zoo.py:Small", "--optimizer", "adamx"], "--optimizer must be adadelta, adafactor"),
     "unknown option": (["zoo.py:Small", "--optimizer", "adamw+momentum"], "an option of --optimizer adamw must be lr"),
     "a value": (["zoo.py:Small", "--optimizer", "sgd+momentum=0.8"], "or fused, not 'momentum=0.8'"),
     "autocast alone": (["zoo.py:Small", "--autocast", "bfloat16"], "--autocast changes only activations"),
+    "checkpointing alone": (["config.json", "--checkpointing"], "--checkpointing changes only activations"),
+    "own checkpointing": (
+        ["zoo.py:Small", "--checkpointing", "--input-shape", "16"],
+        "zoo.py:Small does not; omit it, and call torch.utils.checkpoint in the model",
+    ),
+    "operator": (
+        ["zoo.py:Twice", "--input-shape", "16"],
+        "zoo::twice",
+    ),
     "arguments": (["zoo.py:Net"], "missing 1 required positional argument: 'width'"),
     "no module": (["zoo:two"], "zoo:two cannot be built: AttributeError: 'tuple' object has no attribute"),
     "ends": (["zoo:ends"], "SystemExit: 3"),
@@ -461,11 +522,12 @@ def test_models_come_from_classes_functions_and_instances(estimate: Any, model: 
 def test_totals_are_sums_and_dtypes_follow_the_options(estimate: Any) -> None:
     options = ("--dtype", "bfloat16", "--input-shape", "16", "--batch-size", "8")
     estimated = estimate("zoo.py:Small", "--nproc", "4,1", *options)
+    assert next(iter(estimated)) == "version"
     assert [entry["nproc"] for entry in estimated["ranks"]] == [1] * 4 + [4] * 4
     for entry in estimated["ranks"]:
         parts = ("weights", "gradients", "state", "communication", "activations")
         assert entry["peak"] > sum(entry[part] for part in parts)
-        assert entry["activations"] == 2 * 8 * (16 + 32 + 4)  # inputs of both layers, and the output
+        assert entry["activations"] > 2 * 8 * (16 + 32 + 4)  # inputs of both layers, and the output
     plain, sharded, fsdp2 = (
         next(entry for entry in estimated["ranks"] if (entry["nproc"], entry["strategy"]) == (4, name))
         for name in (footprints.DDP, footprints.SHARDED, footprints.FSDP2)
@@ -474,3 +536,35 @@ def test_totals_are_sums_and_dtypes_follow_the_options(estimate: Any) -> None:
     assert sharded["weights"] == 2 * 676
     assert fsdp2["weights"] == 2 * 676 / 4
     assert plain["state"] / 4 < sharded["state"] < plain["state"] / 2  # the 128 elements are not sharded
+
+
+def test_checkpointing_of_a_hugging_face_model_needs_less(estimate: Any) -> None:
+    def activations(*options: str) -> int:
+        return int(estimate("config.json", "--sequence-length", "64", *options)["ranks"][0]["activations"])
+
+    tiny = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    Path("config.json").write_text(json.dumps({**SMOLLM2, **tiny, "vocab_size": 50, "num_hidden_layers": 8}))
+    assert activations("--checkpointing") < activations() / 3
+    assert activations("--checkpointing", "--autocast", "bfloat16") < activations("--autocast", "bfloat16") / 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mixture_of_experts_has_activations(estimate: Any, dtype: str) -> None:
+    # torch implements its grouped matrix multiplication for fake tensors only in bfloat16.
+    tiny = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
+    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    Path("config.json").write_text(json.dumps({**tiny, **mixtral, "vocab_size": 50, "num_key_value_heads": 2}))
+    estimated = estimate("config.json", "--sequence-length", "64", "--dtype", dtype)
+    assert estimated["ranks"][0]["activations"] > 2 * 64 * 2 * 256 * 2  # two experts for each token, in two layers
+
+
+@pytest.mark.usefixtures("models")
+def test_output_states_how_many_measured_peaks_were_near(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    results = max((Path(__file__).parents[3] / "benchmarks" / "results").glob("*-memory-estimate.json"))
+    groups = json.loads(results.read_text())["results"]["summary"].values()
+    good, count = (sum(group[name] for group in groups) for name in ("good", "of"))
+    assert not run("estimate-memory", "zoo.py:Small")
+    lowest, highest = min(group["lowest_ratio"] for group in groups), max(group["highest_ratio"] for group in groups)
+    others = f"the others at most {100 - 100 * lowest:.0f}% too low or {100 * highest - 100:.0f}% too high"
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"On a CPU, {good} of {count} estimates were within 15% of the measured peak, {others}" in out

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
-from paceline.core.torch_internals import stored_elements, without_memory
-from paceline.ddp.buckets import MIB
+from paceline.core.torch_internals import TorchDispatchMode, stored_elements, tree_leaves, without_memory
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.models import BuiltModel, described, empty
 
-LARGE = 32 * MIB
-"""Minimum bytes of a memory block that malloc returns to the system (DEFAULT_MMAP_THRESHOLD_MAX in ``man mallopt``)."""
+GROUPED = "aten::_grouped_mm"
 
 
 class Batch(NamedTuple):
@@ -38,55 +36,123 @@ class Batch(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Bytes that autograd saves in a forward pass, including the outputs. Each storage counts once."""
+    """The tensors of a forward and backward pass other than weights; the gradients of weights are only in the trace."""
 
     total: int = 0
-    small: int = 0
-    """Bytes in blocks smaller than :data:`LARGE`, which malloc keeps when they are freed."""
+    """Maximum bytes at any moment, without the gradients of weights."""
+    trace: tuple[tuple[int, int], ...] = ()
+    """Each new storage as its number (from 1) and bytes; its release as the negative number and 0."""
+    forward: int = 0
+    """Length of the forward pass in the trace."""
+    gradients: frozenset[int] = frozenset()
+    """Numbers of the storages that become the gradients of weights."""
 
 
 def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None, *, on_gpu: bool) -> Activations:
-    """Return the activations of one forward pass. Makes the module's tensors fake, so it cannot be used afterwards.
+    """Return the activations of one step. Makes the module's tensors fake, so it cannot be used afterwards.
+
+    Backward runs too, so recomputed activations (``torch.utils.checkpoint``) are included.
 
     Args:
         model: the model.
         batch: its input.
-        autocast: dtype of ``torch.autocast`` around the forward pass; None for no autocast.
+        autocast: dtype of ``torch.autocast`` around the forward pass and the loss; None for no autocast.
         on_gpu: whether attention with dropout runs as flash attention, as on a GPU.
     """
     module = model.module.train()
-    # Keep references to the storages, so that their ids stay unique.
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = stored_elements(tensor).untyped_storage()
-        storages[id(storage)] = storage
-        return tensor
-
     try:
         with warnings.catch_warnings(), without_memory():
             warnings.simplefilter("ignore")  # such as warnings about tensors without values
             empty(module, "cpu")  # selects the same kernels as a CPU
-            inputs = _inputs(model, batch)
-            cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-            hooks = saved_tensors_hooks(save, lambda tensor: tensor)
-            # oneDNN's LSTM saves its tensors in a workspace that the hooks cannot see.
+            live = _Live(module)
+            # oneDNN's LSTM saves its tensors in a workspace that cannot be seen.
             native = torch.backends.mkldnn.flags(enabled=False)
-            with torch.enable_grad(), hooks, cast, native, _Attention(model.input_name is not None, on_gpu):
-                outputs = module(**inputs) if model.input_name else module(*inputs.values())
-            for output in nested_tensors(outputs):
-                save(output)
-            for tensor in (*module.parameters(), *module.buffers()):
-                storages.pop(id(stored_elements(tensor).untyped_storage()), None)
-            sizes = [storage.nbytes() for storage in storages.values()]
-            return Activations(sum(sizes), sum(size for size in sizes if size < LARGE))
+            attention = _attention(model.input_name is not None, on_gpu)
+            with torch.enable_grad(), native, attention, live:
+                inputs = _inputs(model, batch)
+                with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+                    outputs = module(**inputs) if model.input_name else module(*inputs.values())
+                    losses = [outputs.loss] if model.has_labels else _losses(outputs, batch)
+                forward = len(live.trace)
+                torch.autograd.backward(losses)
+                # The training loop holds the inputs, outputs and loss until the next step.
+                return Activations(live.peak, tuple(live.trace), forward, frozenset(live.gradients))
     except (Exception, SystemExit) as error:  # user code may raise anything
         kind = "int64" if batch.is_tokens else "floating point"
+        # The error's text names the operator.
+        is_unsupported = hasattr(error, "func") or isinstance(error, NotImplementedError) or "fake impl" in str(error)
+        remedy = (
+            "this operator has no implementation for tensors without values (a fake implementation), so omit the batch"
+            if is_unsupported
+            else "give a batch that the model accepts, or none"
+        )
         raise UsageError(
-            f"the forward pass of {model.name} with {batch.title} ({kind}) failed: {described(error)}; give a batch "
-            "that the model accepts, or none for an estimate without activations. The tensors have no values here, so "
-            ".item(), nonzero() and boolean masks fail"
+            f"the forward pass of {model.name} with {batch.title} ({kind}) failed: {described(error)}; {remedy}, "
+            "for an estimate without activations. The tensors have no values here, so .item(), nonzero() and boolean "
+            "masks fail"
         ) from error
+
+
+def _losses(outputs: Any, batch: Batch) -> list[Tensor]:
+    """Return the usual loss of each output: cross-entropy, or the mean squared error for outputs like the inputs."""
+    losses = []
+    for output in nested_tensors(outputs):
+        if output.requires_grad and output.dim() > 1 and (batch.is_tokens or output.shape != batch.shape):
+            logits = output.flatten(0, -2)
+            targets = torch.zeros(len(logits), dtype=torch.int64, device="cpu")
+            losses.append(F.cross_entropy(logits, targets))
+        elif output.requires_grad:
+            losses.append(F.mse_loss(output, torch.zeros_like(output)) if output.dim() else output)
+    return losses
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the storages that exist, and traces when each one is allocated and freed."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace: list[tuple[int, int]] = []
+        self.gradients: set[int] = set()
+        self.peak = self._now = 0
+        # Storages by id, which is unique as long as they exist.
+        self._numbers = {id(tensor.untyped_storage()): 0 for tensor in (*module.parameters(), *module.buffers())}
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._release)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = _grouped(*args, **(kwargs or {})) if func.name() == GROUPED else func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add(stored_elements(tensor).untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) in self._numbers:
+            return
+        number = self._numbers[id(storage)] = len(self.trace) + 1
+        self.trace.append((number, storage.nbytes()))
+        self._now += storage.nbytes()
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._remove, id(storage), storage.nbytes()).atexit = False
+
+    def _remove(self, identity: int, size: int) -> None:
+        self.trace.append((-self._numbers.pop(identity), 0))
+        self._now -= size
+
+    def _release(self, parameter: Tensor) -> None:
+        """Free a gradient as soon as it is complete, because gradients are counted elsewhere."""
+        assert parameter.grad is not None
+        self.gradients.add(self._numbers[id(stored_elements(parameter.grad).untyped_storage())])
+        parameter.grad = None
+
+
+def _grouped(first: Tensor, second: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Multiply matrices in groups (mixtures of experts); torch 2.13 implements it for fake tensors only in bfloat16."""
+    groups = first.shape[:1] if first.dim() == 3 and second.dim() == 3 else ()
+    if first.dim() == second.dim() == 2 and offsets is not None:
+        groups = offsets.shape
+    return first.new_empty(*groups, first.shape[-2], second.shape[-1])
 
 
 def _inputs(model: BuiltModel, batch: Batch) -> dict[str, Any]:
@@ -103,21 +169,22 @@ def _inputs(model: BuiltModel, batch: Batch) -> dict[str, Any]:
     return inputs
 
 
-class _Attention(TorchFunctionMode):
-    """Runs ``scaled_dot_product_attention`` as it would run with real values on the target device.
+def _attention(is_maskless: bool, on_gpu: bool) -> Any:
+    """Return a context in which ``scaled_dot_product_attention`` runs as with real values on the target device.
 
     With dropout, the CPU kernel stores all attention scores, and the GPU kernel does not. transformers drops a mask
     that masks no token, but it cannot check fake tensors, which have no values, and would keep the mask.
     """
+    original = F.scaled_dot_product_attention
 
-    def __init__(self, is_maskless: bool, on_gpu: bool) -> None:
-        super().__init__()
-        self._changes: dict[str, Any] = {"attn_mask": None, "is_causal": True} if is_maskless else {}
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        kwargs |= zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)
+        mask = kwargs.get("attn_mask")
+        if is_maskless and mask is not None and mask.dtype is torch.bool:
+            kwargs |= {"attn_mask": None, "is_causal": True}
         if on_gpu:
-            self._changes["dropout_p"] = 0.0
+            kwargs["dropout_p"] = 0.0
+        return original(**kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        return func(**(dict(zip(names, args, strict=False)) | (kwargs or {}) | self._changes))
+    # A TorchFunctionMode would not be active in backward, for recomputed attention.
+    return patch.object(F, "scaled_dot_product_attention", attention)

@@ -57,6 +57,9 @@ def estimate_memory(
     autocast: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Dtype of torch.autocast around the forward (mixed precision).")
     ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Recompute the layers of a Hugging Face model in backward.")
+    ] = False,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a micro-batch of one rank.")] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens in a sample.")] = None,
     input_shape: Annotated[
@@ -70,33 +73,32 @@ def estimate_memory(
     from paceline.tools.memory_estimate.footprints import DEVICES, Training, parse_optimizer
     from paceline.tools.memory_estimate.models import build_model
 
-    counts, state = _positive("--nproc", nproc), parse_optimizer(optimizer)
-    choice("--device", device, DEVICES)
+    counts, state, device = _positive("--nproc", nproc), parse_optimizer(optimizer), choice("--device", device, DEVICES)
     weights, cast = _dtype("--dtype", dtype), _dtype("--autocast", autocast)
     batch = _batch(batch_size, sequence_length, input_shape)
-    if autocast is not None and batch is None:
-        raise UsageError("--autocast changes only activations; give a batch, or omit it")
-    built = build_model(model, weights)
+    for option, value in {"--autocast": autocast, "--checkpointing": checkpointing}.items():
+        if value and batch is None:
+            raise UsageError(f"{option} changes only activations; give a batch, or omit it")
+    built = build_model(model, weights, is_checkpointed=checkpointing)
     training = Training(built.module, state)
     footprints = [(count, footprint) for count in sorted(set(counts)) for footprint in training.footprints(count)]
     # After the footprints, so that an unsupported optimizer is reported before the model runs.
-    activations = activations_of(built, batch, cast, on_gpu=device == "cuda") if batch else None
+    activations = activations_of(built, batch, cast, on_gpu=device == "cuda") if batch else Activations()
     rows = []
     for count, footprint in footprints:
-        peak = footprint.peak(device, count, activations or Activations())
-        sizes = {**asdict(footprint), "activations": activations and activations.total, "peak": peak}
+        peak = footprint.peak(device, count, training.beyond(device, count, activations))
+        sizes = {**asdict(footprint), "activations": activations.total if batch else None, "peak": peak}
         rows.append({"nproc": count, "strategy": footprint.strategy, **{name: sizes[name] for name in COLUMNS}})
     numel = sum(parameter.numel() for parameter in training.parameters)
     if json:
-        print(json_text.dumps({"model": model, "parameters": numel, "ranks": rows}))
+        print(json_text.dumps({"version": 1, "model": model, "parameters": numel, "ranks": rows}))
         return
     dtypes = {str(parameter.dtype).removeprefix("torch."): None for parameter in training.parameters}
     print(f"{model}: {type(built.module).__name__}, {numel:,} parameters ({' and '.join(dtypes)}); {state.title}\n")
-    _print_rows(rows)
-    print("", *_notes(training, batch, device), sep="\n")
+    _print_rows(rows, _notes(training, batch, device))
 
 
-def _print_rows(rows: list[dict[str, Any]]) -> None:
+def _print_rows(rows: list[dict[str, Any]], notes: list[str]) -> None:
     from paceline.core.messages import nbytes
     from paceline.core.tables import new_table, print_table
 
@@ -107,6 +109,7 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
             table.add_row("" if number else f"{count:,}", row["strategy"], *(nbytes(row[name]) for name in columns))
         table.add_section()
     print_table(table, keys=2)
+    print("", *notes, sep="\n")
 
 
 def _notes(training: Training, batch: Batch | None, device: str) -> list[str]:
@@ -118,12 +121,14 @@ def _notes(training: Training, batch: Batch | None, device: str) -> list[str]:
         f"parameters (fewer if all ranks share one host); FSDP2 gathers {layers}, with their gradients.",
         "Activations are not counted; give --batch-size with --sequence-length or --input-shape."
         if batch is None
-        else f"Activations: the tensors that autograd saves in a forward of {batch.title}, and the outputs.",
-        "Peak: the sum, plus an allowance for temporaries and workspaces. Add the memory of Python and the imported "
-        "modules before training starts.",
+        else f"Activations: the most that forward and backward of {batch.title} hold at once, with recomputed "
+        "activations and the usual loss.",
+        "Peak: the columns do not all peak at once; includes memory that malloc cannot reuse. Add the memory of Python "
+        "and the imported modules before training starts.",
         "Not yet compared with measurements on a GPU."
         if device == "cuda"
-        else "On a CPU, 44 of 44 measured peaks were within 20% of the estimate.",
+        else "On a CPU, 73 of 80 estimates were within 15% of the measured peak, the others at most 22% too low or 31% "
+        "too high.",
     ]
 
 

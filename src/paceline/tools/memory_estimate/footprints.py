@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.core.messages import counted
 from paceline.core.option_rules import choice
-from paceline.ddp.buckets import CAPACITY, FIRST_CAPACITY, MIB, assign
+from paceline.ddp.buckets import MIB, assign, default_capacities
 from paceline.ddp.sparse import sparse_by_layer
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
@@ -24,6 +25,7 @@ from paceline.optim.arguments import is_elementwise
 from paceline.optim.sharding import STAGED, share_out
 from paceline.tools.hub import one_line
 from paceline.tools.memory_estimate.activations import Activations
+from paceline.tools.memory_estimate.heap import Block, Heap
 
 EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
 """Sizes of the tiny parameter's dimensions, all different so that a size in a state tensor identifies a dimension."""
@@ -46,10 +48,14 @@ class OptimizerState:
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Return the bytes of state for a parameter of `shape` and `dtype` after a step."""
-        return sum(
+        return sum(self.sizes(shape, dtype))
+
+    def sizes(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:
+        """Return the bytes of each state tensor."""
+        return [
             itemsize * prod(shape[extent] if extent < 0 else extent for extent in extents)
             for extents, itemsize in self._layouts(len(shape), dtype)
-        )
+        ]
 
     def _layout(self, dimensions: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], int]]:
         """Return extents and bytes per element of each state tensor.
@@ -107,17 +113,12 @@ class Footprint:
     """Bytes of the optimizer's state."""
     communication: int
     """Bytes of buffers that are used to communicate weights and gradients."""
-    largest: int
-    """Bytes of the largest piece that the optimizer updates at once."""
 
-    def peak(self, device: str, ranks: int, activations: Activations) -> int:
-        """Return the estimated peak in bytes; the constants are fitted to measured peaks (decision 52)."""
-        held = self.weights + self.gradients + self.state + self.communication + activations.total
-        temporaries = 0.1 * activations.total + 2.5 * self.largest
-        if device == "cuda":
-            return int(held + temporaries + 8 * MIB)
-        libraries, connections = 34 * MIB, (8 * MIB if ranks > 1 else 0)
-        return int(held + temporaries + 0.7 * activations.small + libraries + connections)
+    def peak(self, device: str, ranks: int, beyond: int) -> int:
+        """Return the estimated peak in bytes; `beyond` is what :meth:`Training.beyond` returns."""
+        libraries, connections = (8, 0) if device == "cuda" else (22, 8 * (ranks > 1))  # in MiB (decision 52)
+        parts = self.weights + self.gradients + self.state + self.communication
+        return parts + beyond + (libraries + connections) * MIB
 
 
 class Training:
@@ -135,7 +136,11 @@ class Training:
         self.optimizer = optimizer
         self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.gradient_bytes = sum(parameter.nbytes for parameter in self.trained)
-        self.buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
+        self.buffers = list(module.buffers())
+        self.buffer_bytes = sum(buffer.nbytes for buffer in self.buffers)
+        uses = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+        self.replaced = [parameter.nbytes for parameter, count in uses.items() for _ in range(count - 1)]
+        """Bytes of each weight that was built, and then replaced by one that it shares (tied weights)."""
         self.layers: list[list[nn.Parameter]] = []
         """The parameters in each layer that FSDP2 gathers as a unit."""
         gathered: set[nn.Parameter] = set()
@@ -157,6 +162,49 @@ class Training:
             self._footprint(SHARDED, weights, gradients, reduction + staging, max(held, key=self.state_bytes)),
             self._fsdp2(ranks),
         ]
+
+    def beyond(self, device: str, ranks: int, activations: Activations) -> int:
+        """Return the bytes of a peak besides the columns for weights, gradients, state and communication.
+
+        On a CPU, it is what the heap holds in training with the wrapper; negative if these columns do not reach their
+        maxima at the same time. Elsewhere, the activations and an allowance for the optimizer's temporaries.
+        """
+        if device == "cuda" or not activations.trace:
+            largest = max((parameter.nbytes for parameter in self.trained), default=0)
+            return int(activations.total + 2.5 * largest)
+        row = next(row for row in self.footprints(ranks) if row.strategy == DDP)
+        parts = row.weights + row.gradients + row.state + row.communication
+        return self._heap_peak(activations, has_buckets=ranks > 1) - parts
+
+    @cache  # noqa: B019  (lives as long as the command)
+    def _heap_peak(self, activations: Activations, has_buckets: bool) -> int:
+        """Return the peak of the heap in four steps of training."""
+        heap, outputs = Heap(), list[Block]()
+        for tensor in (*self.parameters, *self.buffers):
+            heap.allocate(tensor.nbytes)
+        for size in self.replaced:
+            heap.free(heap.allocate(size))
+        if has_buckets:  # which hold the gradients
+            for parameter in self.trained:
+                heap.allocate(parameter.nbytes)
+        for step in range(4):
+            blocks: dict[int, Block] = {}
+            for place, (number, size) in enumerate(activations.trace):
+                if place == activations.forward:  # the new outputs replace those of the previous step
+                    heap.free(*outputs)
+                if number > 0:
+                    blocks[number] = heap.allocate(size)
+                elif has_buckets or -number not in activations.gradients:
+                    heap.free(blocks.pop(-number))
+            for parameter in self.trained:
+                heap.drop_small_objects()
+                if step == 0:
+                    for size in self.optimizer.sizes(tuple(parameter.shape), parameter.dtype):
+                        heap.allocate(size)
+                heap.free(heap.allocate(parameter.nbytes), heap.allocate(parameter.nbytes))  # of the optimizer
+            heap.free(*(blocks.pop(number) for number in activations.gradients if number in blocks))
+            outputs = list(blocks.values())
+        return heap.peak
 
     def state_bytes(self, parts: Iterable[Part]) -> int:
         """Return the bytes of state of a rank that updates `parts`."""
@@ -180,8 +228,7 @@ class Training:
     def _footprint(
         self, strategy: str, weights: int, gradients: int, communication: int, parts: Sequence[Part]
     ) -> Footprint:
-        largest = max(map(_nbytes, parts), default=0)
-        return Footprint(strategy, weights, gradients, self.state_bytes(parts), communication, largest)
+        return Footprint(strategy, weights, gradients, self.state_bytes(parts), communication)
 
     def _fsdp2(self, ranks: int) -> Footprint:
         """Return the footprint of FSDP2: a rank holds part of each parameter, and at most two gathered layers."""
@@ -202,7 +249,7 @@ class Training:
         """Return the bytes of gradients that wait to be copied into a bucket, plus the copies of buffers."""
         sizes = [parameter.nbytes for parameter in self.trained]
         kinds = [parameter.dtype for parameter in self.trained]
-        buckets = assign(sizes, kinds, range(len(sizes))[::-1], (FIRST_CAPACITY, CAPACITY))
+        buckets = assign(sizes, kinds, range(len(sizes))[::-1], default_capacities(sum(sizes)))
         return max(sum(sizes[place] for place in bucket) for bucket in buckets) + self.buffer_bytes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from contextlib import redirect_stdout
 from functools import cache, partial, reduce
 from pathlib import Path
@@ -32,13 +33,26 @@ class BuiltModel(NamedTuple):
     """Whether the module also takes the tokens as labels and returns a loss."""
 
 
-def build_model(name: str, dtype: torch.dtype | None) -> BuiltModel:
-    """Build the model `name` (``package.module:build``, ``model.py:Net``, a config.json or a hub name) in `dtype`."""
+def build_model(name: str, dtype: torch.dtype | None, *, is_checkpointed: bool = False) -> BuiltModel:
+    """Build the model `name` (``package.module:build``, ``model.py:Net``, a config.json or a hub name) in `dtype`.
+
+    If `is_checkpointed`, a transformers model recomputes its layers in backward.
+    """
     model = _from_python(name) if ":" in name else _from_configuration(name)
     if not any(parameter.requires_grad for parameter in model.module.parameters()):
         raise UsageError(f"{name} has no parameter that requires a gradient; name a model that can be trained")
     if dtype is not None:
         model.module.to(dtype)
+    if is_checkpointed:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # transformers 5 renames the method
+                model.module.gradient_checkpointing_enable()  # type: ignore[operator]
+        except (AttributeError, ValueError) as error:
+            raise UsageError(
+                f"--checkpointing needs a Hugging Face model that supports it, and {name} does not; omit it, and call "
+                "torch.utils.checkpoint in the model, which is counted"
+            ) from error
     return model
 
 
