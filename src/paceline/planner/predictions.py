@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from statistics import NormalDist
 
-from paceline.ddp.buckets import CAPACITY, FIRST_CAPACITY, Overlap, assign, overlap
+from paceline.ddp.buckets import CAPACITY, FIRST_CAPACITY, Overlap, assign, default_capacities, overlap
 from paceline.ddp.options import capacities
 from paceline.planner.calibration import CROWD, MEASURED, PUBLISHED, Calibration, Intervals, bounds
 from paceline.planner.hardware import Cluster, Device
@@ -114,7 +114,9 @@ def described(params: float, seconds: float, device: Device, batch: float) -> Wo
     """
     # A part of that time, because speeds are those of whole steps.
     optimizer = min(OPTIMIZER_BYTES * params / device.memory, seconds / 2)
-    return replace(equal_layers(seconds - optimizer, 4 * params, batch), optimizer_s=optimizer, memory=device.memory)
+    work = equal_layers(seconds - optimizer, 4 * params, batch)
+    capacities = default_capacities(work.nbytes)
+    return replace(work, optimizer_s=optimizer, memory=device.memory, bucket_bytes=capacities)
 
 
 @dataclass(frozen=True)

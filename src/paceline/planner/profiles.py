@@ -10,6 +10,7 @@ from statistics import fmean, linear_regression
 
 from paceline.core.messages import counted
 from paceline.core.strict_json import LARGEST, WrongValue, instance_of, loads, read_text, shown
+from paceline.ddp.buckets import default_capacities
 from paceline.errors import UsageError
 from paceline.planner.calibration import PROFILED, PUBLISHED
 from paceline.planner.hardware import CORE_MEMORY, Cluster, Kind, Link, device_or_unknown
@@ -75,7 +76,7 @@ class Profiled:
             self.other_s,
             self.micro_batches,
             # Capacities equal to the buckets' sizes reproduce the buckets.
-            tuple(filter(None, self.bucket_bytes)) or Workload.bucket_bytes,
+            tuple(filter(None, self.bucket_bytes)) or default_capacities(sum(size for _, size in self.layers)),
             self.jitter,
             busy_cores=self.busy_cores,
             memory=CORE_MEMORY if self.busy_cores else device_or_unknown(self.device).memory,
