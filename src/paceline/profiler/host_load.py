@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.core.host import processor_seconds
 from paceline.core.messages import counted
+from paceline.core.spans import COLLECTOR, Span, recorder
 from paceline.profiler.rank_file import RankRecord
 
 DELAYED, OTHERS = 0.1, 0.2
@@ -167,27 +170,27 @@ class HostLoad:
 
 
 class CollectorPauses:
-    """Adds up the pauses of Python's garbage collector, during which no thread runs Python code.
+    """Records a span for each run of Python's garbage collector, during which no thread runs Python code.
 
-    To be called by ``gc``. Pauses are measured in core seconds, which do not depend on other load on the host.
+    To be called by ``gc``. Runs do not nest.
     """
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        """Seconds since the last :meth:`take`."""
-        self._began = 0.0
-        """Start of the current collection. Collections do not nest."""
+        self.collected = 0
+        """Number of objects freed since the last step ended."""
+        self._began: tuple[float, Any] = 0.0, None
+        """Time and device event of the current run's start."""
 
-    def take(self) -> float:
-        """Return the seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def __call__(self, phase: str, _info: dict[str, Any]) -> None:
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        # A CUDA graph that is being captured would capture the events, too.
+        if recorder.make_event is not None and torch.cuda.is_current_stream_capturing():
+            return
+        now, event = time.perf_counter(), None if recorder.make_event is None else recorder.make_event()
         if phase == "start":
-            self._began = time.thread_time()
-        elif self._began:
-            self._seconds += time.thread_time() - self._began
+            self._began = now, event
+        elif recorder.on:
+            (began, before), self.collected = self._began, self.collected + info["collected"]
+            recorder.spans.append(Span(COLLECTOR, began, now, events=event and (before, event)))
 
 
 def core_numbers() -> list[int]:

@@ -19,7 +19,7 @@ from paceline.profiler.steps import Meeting, Step
 
 FOLDER = "ranks"
 """Folder for the files of all ranks, inside the profile's folder."""
-VERSION = 5
+VERSION = 6
 MOST_RANKS = 2048
 """Largest world that can be reported, because a report has a figure for each pair of ranks."""
 KILLED = "killed"
