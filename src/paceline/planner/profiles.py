@@ -58,6 +58,11 @@ class Profiled:
     """Whether the cores that compute backward reduce the gradients: through shared memory."""
     critical_batch: float | None = None
     """Critical batch size in samples; None if it was not measured."""
+    steps: int = 0
+    """Number of measured steps; 0 in profiles of earlier versions."""
+    spread: float = 0.0
+    """Relative standard error of the median step time; 0 if unknown. It is estimated from the medians of consecutive
+    blocks of steps, so that slow drift of the machine counts."""
 
     @property
     def workload(self) -> Workload:

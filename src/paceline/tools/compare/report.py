@@ -176,7 +176,8 @@ def notes(rows: Sequence[Row], threads: int, steps: int) -> list[str]:
 
 def document(rows: Sequence[Row], target: str, threads: int) -> dict[str, object]:
     """Return the values for JSON, in seconds and bytes."""
-    return {"target": target, "threads": threads, "times": statistic(rows), "rows": [asdict(row) for row in rows]}
+    head = {"version": 1, "target": target, "threads": threads, "times": statistic(rows)}
+    return head | {"rows": [asdict(row) for row in rows]}
 
 
 def draw(rows: Sequence[Row], target: str) -> Figure:
