@@ -83,7 +83,7 @@ class Sequences(nn.Module):
 
 def parse(x: Tensor) -> list[dict[str, Any]]:
     """Return records that refer to each other, so that only the garbage collector frees them."""
-    records: list[dict[str, Any]] = [{"value": value, "tags": [value]} for value in x[:, :4].flatten().tolist()]
+    records: list[dict[str, Any]] = [{"value": value, "tags": [value]} for value in x[:, :16].flatten().tolist()]
     for record, following in zip(records, records[1:] + records[:1], strict=True):
         record["next"] = following
     return records
@@ -106,7 +106,7 @@ def main() -> None:
     torch.manual_seed(0)
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(4 * cores if fault == "threads" and not remedied else max(1, cores // world.size))
-    width, depth = {"tiny-batch": (256, 8), "lengths": (64, 1)}.get(fault, (512, 4))
+    width, depth = {"tiny-batch": (256, 8), "lengths": (64, 1), "threads": (256, 4)}.get(fault, (512, 4))
     batch = 4 if fault == "tiny-batch" else 64 if fault in ("lengths", "slow-loader", "busy-loader") else 512
     if fault == "tiny-batch" and remedied:
         batch *= 2

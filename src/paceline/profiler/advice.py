@@ -48,6 +48,8 @@ ACCUMULATED, TIMES = (2, 4, 8), 4
 MOST_WORKERS = 8
 RARER = 10
 """Recommended factor for less frequent saves."""
+SWITCH_S = 8e-6
+"""Seconds of a core that a context switch costs, including the refill of caches; measured: 6 to 10 µs."""
 FREED_S = 2e-7
 """Seconds that the garbage collector needs to free one object."""
 IDLE = 0.5
@@ -239,29 +241,26 @@ def threads(facts: Facts) -> Advice | None:
     if not crowded or (facts.records[0].device != "cpu" and load is None):
         return None
     crowd = max(crowded, key=lambda group: group.threads / group.cores)
-    ranks, room = len(crowd.records), max(1, math.floor(crowd.cores))
-    reason = crowd.description()
+    ranks, room, reason = len(crowd.records), max(1, math.floor(crowd.cores)), crowd.description()
     if load is not None:
-        reason += (
-            f"; rank {load.rank} was ready to run but had no core for {load.of_ranks:.0%} of its time because of the "
-            "other threads of these ranks"
-        )
+        reason += f"; because of the other threads, rank {load.rank} had no core for {load.of_ranks:.0%} of its time"
+    free = max(crowd.cores - (0.0 if facts.load is None else facts.load.others), 1e-6)
+    verdict = "" if facts.is_explained_by_load() else f"The ranks slow each other down: {crowd.description()}."
     if ranks > room:
         text = f"Start {counted(room, 'rank')} on these cores, with the batches of all {ranks}"
         if any(record.threads > 1 for record in crowd.records):
             text += ", and OMP_NUM_THREADS=1"
-        idle = 0.0
-        if facts.load is not None:  # the same work on the same cores, without idle time
-            free = max(crowd.cores - facts.load.others, 1e-6)
-            idle = max(0.0, 1 - math.fsum(record.own_cores for record in crowd.records) / free)
-        return Advice("threads", text, reason, idle, weight=ONE_CAUSE)
+        # The same work on the same cores, without idle time.
+        idle = 0.0 if facts.load is None else 1 - math.fsum(record.own_cores for record in crowd.records) / free
+        return Advice("threads", text, reason, max(0.0, idle), verdict, ONE_CAUSE)
+    switches = math.fsum(record.switches for record in crowd.records)
     return Advice(
         "threads",
-        f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, which paceline run sets if you do not",
-        reason,
-        # A conservative estimate of the time that threads sharing a core lose at the barriers of every operator.
-        (1 - crowd.cores / crowd.threads) * math.fsum(facts.shares[part] for part in COMPUTE) / 4,
-        weight=ONE_CAUSE,
+        f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, without torch.set_num_threads",
+        f"{reason}; the cores switch between threads {switches / 1e3:,.0f} thousand times per second",
+        SWITCH_S * switches / free,
+        verdict,
+        ONE_CAUSE,
     )
 
 
@@ -518,9 +517,7 @@ def larger_batch(facts: Facts) -> Advice | None:
         return None
     per_rank = rows / facts.batches / len(facts.records)
     # Only computation and data grow with the batch. With twice the rows, the rest costs half as much per row.
-    growing = (
-        shares[DATA] + shares[step_parts.COLLECTOR] + table.computing * math.fsum(shares[part] for part in COMPUTE)
-    )
+    growing = shares[DATA] + shares[step_parts.COLLECTOR] + table.computing * sum(shares[part] for part in COMPUTE)
     once = shares[COMMUNICATION] + shares[OPTIMIZER]
     small = f"communication and the optimizer take {once:.0%} of {facts.length * 1e3:.1f} ms"
     return Advice(

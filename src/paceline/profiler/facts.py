@@ -456,10 +456,8 @@ def _typical(facts: Facts, part: str) -> float:
 def _spread(lengths: Sequence[float]) -> float:
     """Return the relative standard error of the median length of steps; 0 with too few steps."""
     size = len(lengths) // BLOCKS
-    if size < 2:
-        return 0.0
-    blocks = [median(lengths[size * block : size * (block + 1)]) for block in range(BLOCKS)]
-    return stdev(blocks) / math.sqrt(BLOCKS) / median(lengths)
+    blocks = [median(lengths[size * block : size * (block + 1)]) for block in range(BLOCKS)] if size > 1 else []
+    return stdev(blocks) / math.sqrt(BLOCKS) / median(lengths) if blocks else 0.0
 
 
 def _jitter(facts: Facts) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -133,6 +134,7 @@ class HostLoad:
         self._ran, self._delayed = self._times()
         self._at_start = self._ran
         self._began, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds()
+        self._switches = switches()
 
     def delay(self) -> float:
         """Return how many seconds since the last call this thread was ready to run but had no core."""
@@ -146,6 +148,7 @@ class HostLoad:
         if self._busy is not None and (busy := busy_seconds()) is not None:
             record.busy_cores = (busy - self._busy) / wall
         record.own_cores = (own_seconds() - self._own) / wall
+        record.switches = (switches() - self._switches) / wall
         # Count only up to the last step, because a thread other than the loop's may close the record. Cap at one core,
         # because the kernel updates a thread's times only every few milliseconds.
         record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
@@ -231,6 +234,12 @@ def busy_seconds() -> float | None:
     # AttributeError if os has no sched_getaffinity, as on macOS.
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def switches() -> int:
+    """Return the number of context switches of this process's threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_nvcsw + usage.ru_nivcsw
 
 
 def own_seconds() -> float:

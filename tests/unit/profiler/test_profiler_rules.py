@@ -392,14 +392,12 @@ def test_garbage_collections_are_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "spans", [])
     pauses, cycle = CollectorPauses(), list[Any]()
     cycle.append(cycle)
+    del cycle
     gc.callbacks.append(pauses)
     gc.collect()
-    del cycle
-    gc.collect()
     gc.callbacks.remove(pauses)
-    assert [span.label for span in recorder.spans] == ["garbage collection"] * 2
-    assert all(span.seconds > 0 for span in recorder.spans)
-    assert pauses.collected >= 1
+    [span] = recorder.spans
+    assert (span.label, span.seconds > 0, pauses.collected > 0) == ("garbage collection", True, True)
 
 
 def collecting(pauses: Sequence[float], freed: int = 0) -> Report:
@@ -446,8 +444,10 @@ def test_cores_and_delays_of_a_rank_are_read() -> None:
         pass
     assert load.delay() >= 0
     record = records(1, 0)[0]
+    time.sleep(0.001)  # switches to another thread
     load.close(record)
     assert record.own_cores > 0
+    assert record.switches > 0
     assert record.busy_cores is not None
 
 
