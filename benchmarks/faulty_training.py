@@ -7,6 +7,8 @@ python -m paceline profile --nproc 2 benchmarks/faulty_training.py lengths 150 -
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -32,6 +34,8 @@ FAULTS = (
     "slow-rank-torch",
     "slow-half",
     "evaluation",
+    "garbage",
+    "threads",
     "nothing",
 )
 
@@ -77,6 +81,14 @@ class Sequences(nn.Module):
         return out
 
 
+def parse(x: Tensor) -> list[dict[str, Any]]:
+    """Return records that refer to each other, so that only the garbage collector frees them."""
+    records: list[dict[str, Any]] = [{"value": value, "tags": [value]} for value in x[:, :16].flatten().tolist()]
+    for record, following in zip(records, records[1:] + records[:1], strict=True):
+        record["next"] = following
+    return records
+
+
 def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Collate sequences of unequal length."""
     return pad_sequence([x for x, _ in samples], batch_first=True), torch.stack([y for _, y in samples])
@@ -92,8 +104,9 @@ def main() -> None:
     fault, remedied = arguments.fault, arguments.remedied
     world = paceline.init()
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    width, depth = {"tiny-batch": (256, 8), "lengths": (64, 1)}.get(fault, (512, 4))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(4 * cores if fault == "threads" and not remedied else max(1, cores // world.size))
+    width, depth = {"tiny-batch": (256, 8), "lengths": (64, 1), "threads": (256, 4)}.get(fault, (512, 4))
     batch = 4 if fault == "tiny-batch" else 64 if fault in ("lengths", "slow-loader", "busy-loader") else 512
     if fault == "tiny-batch" and remedied:
         batch *= 2
@@ -124,7 +137,14 @@ def main() -> None:
             while time.thread_time() < end:
                 model.module(x)
 
+    if fault == "garbage" and remedied:
+        gc.freeze()
+        gc.disable()
     for step, (x, _) in enumerate(loader, start=1):
+        if fault == "garbage":
+            parse(x)
+            if remedied and step % 100 == 0:
+                gc.collect()
         out = model(x)
         is_late = fault.startswith("slow-rank") or (fault == "slow-half" and step > arguments.steps // 2)
         if is_late and not remedied and world.rank == 1:

@@ -33,6 +33,8 @@ ADVICE = {
     "slow-rank-torch": ("straggler", "own-code"),
     "slow-half": ("straggler", "own-code"),
     "evaluation": ("own-code",),
+    "garbage": ("garbage-collection",),
+    "threads": ("threads",),
 }
 """The expected advice for each fault. If two kinds of advice address the same cause, either is accepted."""
 RANK = {"hand-save": 0, "slow-rank": 1, "slow-rank-torch": 1, "slow-half": 1, "evaluation": 0}

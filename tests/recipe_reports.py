@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 FIELDS: dict[str, type] = {
+    "version": int,
     "steps": int,
     "seconds": float,
     "samples_per_second": float,

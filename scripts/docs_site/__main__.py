@@ -21,6 +21,7 @@ from docs_site.generated import (
     benchmarks_page,
     decisions_page,
     documented,
+    json_page,
     public_modules,
     reference_page,
     source_page,
@@ -29,7 +30,7 @@ from docs_site.generated import (
 from docs_site.links import Links
 from docs_site.measured import check_pages
 from docs_site.notebook import write_page
-from docs_site.pages import ABOUT, NAV, NOTEBOOKS, ROOT, pages, quickstart
+from docs_site.pages import ABOUT, JSON_OUTPUT, NAV, NOTEBOOKS, ROOT, pages, quickstart
 
 
 def write(tree: Path, page: str, text: str, suffix: str = ".md") -> None:
@@ -70,6 +71,7 @@ def stage(tree: Path) -> None:
     made = {
         "docs/decisions/index.md": decisions_page(ROOT / "docs" / "decisions"),
         "docs/benchmarks.md": benchmarks_page(ROOT / "benchmarks" / "results"),
+        "docs/json-output.md": json_page(ROOT / JSON_OUTPUT),
     }
     for path, text in made.items():
         page = path.removeprefix("docs/").removesuffix(".md")

@@ -21,7 +21,7 @@ NAV = {
         "sharded-optimizer",
     ],
     "Run": ["launching", "clusters", "failures", "gpu", "gpu-status", "testing"],
-    "Look inside": ["planning", "profiler", "stragglers", "collectives", "backend"],
+    "Look inside": ["planning", "profiler", "stragglers", "collectives", "backend", "json-output"],
 }
 """The pages of ``docs/``, by heading of the sidebar."""
 
@@ -39,7 +39,10 @@ ABOUT = [
 ]
 """The last section of the sidebar. Some of its pages are generated. The heading of the README is the project's name."""
 
+JSON_OUTPUT = "docs/json-output.json"
+"""Descriptions of the fields in JSON output."""
 ELSEWHERE = {
+    JSON_OUTPUT: "json-output",
     "README.md": "readme",
     "CHANGELOG.md": "changelog",
     "CONTRIBUTING.md": "contributing",

@@ -14,10 +14,10 @@ messages and docs use the same labels. One step, in order:
     optimizer    an optimizer updates the wrapper's parameters
     checkpoint   a Checkpointer saves, waits for a save, restores, or reads its folder
 
-and, while a profiler records, ``collective``: a function of ``torch.distributed`` that the program calls. A detailed
-recorder also records marks, which are spans of zero length: ``gradient`` when the gradient of parameter `bucket`
-arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and ``done``
-when the all-reduce is finished.
+and, while a profiler records, ``collective``, a function of ``torch.distributed`` that the program calls, and ``garbage
+collection``, a run of Python's garbage collector (inside any other span). A detailed recorder also records marks, which
+are spans of zero length: ``gradient`` when the gradient of parameter `bucket` arrives, ``sent`` when this rank has
+filled bucket `bucket` and begins its all-reduce (inside ``launch``), and ``done`` when the all-reduce is finished.
 
 Under our launcher, a rank always writes its current span to its black box, even if spans are not recorded; see
 :mod:`paceline.core.black_box`.
@@ -42,6 +42,7 @@ from paceline.core.torch_internals import class_never_compiled, is_profiling, ne
 DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
 LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
 REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
+COLLECTOR = "garbage collection"
 GRADIENT, SENT, DONE = "gradient", "sent", "done"
 LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE)
 """Labels of spans, without marks."""

@@ -21,6 +21,8 @@ PLAN = "plan"
 """Key of the object in :data:`SUMMARY` that :class:`Profiled` describes."""
 HOST_LOAD = "host-load"
 """The kind of advice that a profile made beside other programs contains."""
+SPREAD = 0.03
+"""Relative standard error of a step time, if the profile has too few steps to estimate it."""
 MOST_RANKS = MOST_LAYERS = 2**20
 """Limits of a profile."""
 
@@ -62,8 +64,9 @@ class Profiled:
     """Whether the cores that compute backward reduce the gradients: through shared memory."""
     critical_batch: float | None = None
     """Critical batch size in samples; None if it was not measured."""
-    spread: float = 0.03
-    """Relative standard error of the median step time."""
+    spread: float = 0.0
+    """Relative standard error of the median step time; 0 if unknown. It is estimated from the medians of consecutive
+    blocks of steps, so that slow drift of the machine counts."""
 
     @property
     def workload(self) -> Workload:
@@ -212,7 +215,7 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
             calibration = explained.calibration
     if cluster is not None:
         here = replace(cluster, contention=here.contention)
-    spreads = {profile.ranks: profile.spread for profile in profiles}
+    spreads = {profile.ranks: profile.spread or SPREAD for profile in profiles}
     return Job(work, here, calibration, last.critical_batch or first.critical_batch, PROFILED, spreads=spreads)
 
 

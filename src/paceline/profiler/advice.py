@@ -17,6 +17,7 @@ from paceline.core.messages import counted
 from paceline.ddp.options import capacities
 from paceline.planner.predictions import BUCKETS_MIB, Layer, Workload, backward_timeline
 from paceline.planner.profiles import fit
+from paceline.profiler import step_parts
 from paceline.profiler.facts import (
     FEWEST,
     MOSTLY,
@@ -37,7 +38,7 @@ from paceline.profiler.facts import (
 from paceline.profiler.host_load import OTHERS, Load, neighbours
 from paceline.profiler.step_parts import BUBBLE, CHECKPOINT, COMMUNICATION, COMPUTE, DATA, OPTIMIZER, OTHER, WAITING
 
-NAMED = (DATA, OPTIMIZER, CHECKPOINT, OTHER)
+NAMED = (DATA, OPTIMIZER, CHECKPOINT, step_parts.COLLECTOR, OTHER)
 """Parts that the verdict can name without advice, besides communication."""
 MOST = 0.95
 """Largest predicted gain."""
@@ -47,6 +48,10 @@ ACCUMULATED, TIMES = (2, 4, 8), 4
 MOST_WORKERS = 8
 RARER = 10
 """Recommended factor for less frequent saves."""
+SWITCH_S = 8e-6
+"""Seconds of a core that a context switch costs, including the refill of caches; measured: 6 to 10 µs."""
+FREED_S = 2e-7
+"""Seconds that the garbage collector needs to free one object."""
 IDLE = 0.5
 """A GPU that computes for less than this share of the time counts as idle."""
 COMPUTING = 0.7
@@ -123,13 +128,19 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
 
 
 def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
-    """Return the function seen in most samples of own code, on `rank` or on all ranks; empty if samples are too few."""
+    """Return the function seen in most samples of own code, on `rank` or on all ranks; empty if samples are too few.
+
+    Without `rank`, the result names the rank if nearly all samples are from one.
+    """
     counts = Counter[str]()
     for record in facts.records:
         if rank is None or record.rank == rank:
             counts.update(record.own_code)
     name, count = counts.most_common(1)[0] if counts else ("", 0)
-    return name if count >= max(FEWEST, counts.total() / 4) else ""
+    if count < max(FEWEST, counts.total() / 4):
+        return ""
+    only = [record.rank for record in facts.records if record.own_code.get(name, 0) >= MOSTLY * count]
+    return f"{name} on rank {only[0]}" if rank is None and only and len(facts.records) > 1 else name
 
 
 def part_sentence(facts: Facts, part: str) -> str:
@@ -143,6 +154,7 @@ def part_sentence(facts: Facts, part: str) -> str:
         DATA: f"The loop waits for data for {share} of the time.",
         OPTIMIZER: f"The optimizer takes {share} of a step.",
         CHECKPOINT: f"Saving checkpoints takes {share} of the time.",
+        step_parts.COLLECTOR: f"Python's garbage collector takes {share} of a step.",
         OTHER: f"The loop's own code takes {share} of a step{much}.",
         COMMUNICATION: f"Communication takes {share} of a step.",
     }[part]
@@ -229,29 +241,26 @@ def threads(facts: Facts) -> Advice | None:
     if not crowded or (facts.records[0].device != "cpu" and load is None):
         return None
     crowd = max(crowded, key=lambda group: group.threads / group.cores)
-    ranks, room = len(crowd.records), max(1, math.floor(crowd.cores))
-    reason = crowd.description()
+    ranks, room, reason = len(crowd.records), max(1, math.floor(crowd.cores)), crowd.description()
     if load is not None:
-        reason += (
-            f"; rank {load.rank} was ready to run but had no core for {load.of_ranks:.0%} of its time because of the "
-            "other threads of these ranks"
-        )
+        reason += f"; because of the other threads, rank {load.rank} had no core for {load.of_ranks:.0%} of its time"
+    free = max(crowd.cores - (0.0 if facts.load is None else facts.load.others), 1e-6)
+    verdict = "" if facts.is_explained_by_load() else f"The ranks slow each other down: {crowd.description()}."
     if ranks > room:
         text = f"Start {counted(room, 'rank')} on these cores, with the batches of all {ranks}"
         if any(record.threads > 1 for record in crowd.records):
             text += ", and OMP_NUM_THREADS=1"
-        idle = 0.0
-        if facts.load is not None:  # the same work on the same cores, without idle time
-            free = max(crowd.cores - facts.load.others, 1e-6)
-            idle = max(0.0, 1 - math.fsum(record.own_cores for record in crowd.records) / free)
-        return Advice("threads", text, reason, idle, weight=ONE_CAUSE)
+        # The same work on the same cores, without idle time.
+        idle = 0.0 if facts.load is None else 1 - math.fsum(record.own_cores for record in crowd.records) / free
+        return Advice("threads", text, reason, max(0.0, idle), verdict, ONE_CAUSE)
+    switches = math.fsum(record.switches for record in crowd.records)
     return Advice(
         "threads",
-        f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, which paceline run sets if you do not",
-        reason,
-        # A conservative estimate of the time that threads sharing a core lose at the barriers of every operator.
-        (1 - crowd.cores / crowd.threads) * math.fsum(facts.shares[part] for part in COMPUTE) / 4,
-        weight=ONE_CAUSE,
+        f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, without torch.set_num_threads",
+        f"{reason}; the cores switch between threads {switches / 1e3:,.0f} thousand times per second",
+        SWITCH_S * switches / free,
+        verdict,
+        ONE_CAUSE,
     )
 
 
@@ -369,11 +378,11 @@ def straggler(facts: Facts) -> Advice | None:
     slow = facts.stragglers[0]
     slow_record = facts.records[slow.rank]
     others = [record for record in facts.records if record is not slow_record]
-    activity = {OTHER: OWN_CODE, DATA: "waiting for data"}.get(slow.phase, slow.phase)
+    activity = step_parts.NAMES | {OTHER: OWN_CODE, DATA: "waiting for data"}
     during = f" in steps {slow.first_step} to {slow.last_step}"
     when = {"emerging": f" since step {slow.first_step}", "recovered": during}.get(slow.kind, "")
     function = function_of_own_code(facts, slow.rank) if slow.phase == OTHER else ""
-    late_rank = LateRank(slow.rank, activity, slow.seconds, when, function)
+    late_rank = LateRank(slow.rank, activity[slow.phase], slow.seconds, when, function)
     remedy = ""
     for name in ("cores", "threads"):
         usual = Counter(getattr(record, name) for record in others).most_common(1)[0][0]
@@ -431,7 +440,8 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
     if not was_seen([record.sampled_s * sum(record.own_code.values()) for record in facts.records], rank, lost):
         return None
     # Something else, such as longer batches, costs more.
-    if any(fmean(facts.longer(rank, part).values()) > fmean(longer.values()) for part in (*COMPUTE, DATA, CHECKPOINT)):
+    others = (*COMPUTE, DATA, CHECKPOINT, step_parts.COLLECTOR)
+    if any(fmean(facts.longer(rank, part).values()) > fmean(longer.values()) for part in others):
         return None
     begin = late_since(list(longer.values()))
     when = "" if begin is None else f" since step {accounts.steps[list(longer)[begin]]}"
@@ -507,7 +517,7 @@ def larger_batch(facts: Facts) -> Advice | None:
         return None
     per_rank = rows / facts.batches / len(facts.records)
     # Only computation and data grow with the batch. With twice the rows, the rest costs half as much per row.
-    growing = shares[DATA] + table.computing * math.fsum(shares[part] for part in COMPUTE)
+    growing = shares[DATA] + shares[step_parts.COLLECTOR] + table.computing * sum(shares[part] for part in COMPUTE)
     once = shares[COMMUNICATION] + shares[OPTIMIZER]
     small = f"communication and the optimizer take {once:.0%} of {facts.length * 1e3:.1f} ms"
     return Advice(
@@ -573,6 +583,27 @@ def saves(facts: Facts) -> Advice | None:
     )
 
 
+def collector(facts: Facts) -> Advice | None:
+    """Detect pauses by Python's garbage collector."""
+    accounts = facts.accounts
+    rows = zip(accounts.busy(), accounts.parts[step_parts.COLLECTOR], accounts.figures("collected"), strict=True)
+    # Objects that refer to each other must still be freed at some time.
+    pairs = [
+        [(own, own - max(0.0, pause - FREED_S * freed)) for own, pause, freed in zip(*row, strict=True)] for row in rows
+    ]
+    # A step is as long as on its slowest rank; NaN is not larger than any number.
+    now, then = (fmean(max(0.0, *(pair[at] for pair in row)) for row in pairs) for at in (0, 1))
+    return Advice(
+        "garbage-collection",
+        "Call gc.freeze() and gc.disable() before the loop, and gc.collect() at most every 100 steps",
+        f"Python's garbage collector takes {facts.mean_parts[step_parts.COLLECTOR] * 1e3:.1f} ms per step and frees "
+        f"{facts.mean('collected'):,.0f} objects; gc.freeze() exempts the objects that exist",
+        (now - then) / facts.length,
+        part_sentence(facts, step_parts.COLLECTOR),
+        ONE_CAUSE,
+    )
+
+
 def loop(facts: Facts) -> Advice | None:
     """Detect time in the loop's own code on all ranks."""
     share, function = facts.shares[OTHER], function_of_own_code(facts)
@@ -589,5 +620,5 @@ def loop(facts: Facts) -> Advice | None:
 
 
 Rule = Callable[[Facts], Advice | None]
-SURE: tuple[Rule, ...] = (straggler, own_code, balance, data_loading, saves, larger_batch, threads, loop)
+SURE: tuple[Rule, ...] = (straggler, own_code, balance, data_loading, saves, collector, larger_batch, threads, loop)
 """Rules that are valid even on a busy host, which slows all parts of a step and affects waiting most."""

@@ -55,6 +55,7 @@ def summary(report: Report) -> dict[str, Any]:
     lengths = [max(seconds for seconds in row if not math.isnan(seconds)) for row in facts.accounts.lengths]
     plan = plan_of(facts)
     return {
+        "version": 1,
         "title": facts.records[0].title,
         "headline": report.headline,
         "ranks": len(facts.records),

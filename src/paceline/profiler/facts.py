@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean, median, median_low
+from statistics import fmean, median, median_low, stdev
 from typing import Any
 
 from paceline.planner.critical_batch import NoiseScale, Norms, estimate
@@ -67,6 +67,8 @@ FEWEST = 3
 """Minimum number of steps or samples needed to draw a conclusion."""
 WAKE_S = 0.001
 """Seconds that it takes ranks on one host to wake each other. No rank is blamed for less."""
+BLOCKS = 5
+"""Number of consecutive blocks of steps whose medians show the drift of a run."""
 LEAST_OWN = 0.1
 """Minimum share of a rank's own time that must remain after subtracting delays. If less remains, the delays occurred
 while the rank waited."""
@@ -223,11 +225,6 @@ class Facts:
         """Mean seconds of each part, over all ranks that took steps."""
         rows = [parts for parts in self.rank_parts if parts is not None]
         return {part: fmean(row[part] for row in rows) if rows else 0.0 for part in step_parts.ALL}
-
-    @cached_property
-    def collecting(self) -> list[float]:
-        """Seconds per step spent in Python's garbage collector, by rank."""
-        return [mean_of([column]) for column in zip(*self.accounts.figures("collecting"), strict=True)]
 
     @property
     def waiting(self) -> float:
@@ -433,7 +430,7 @@ def plan_of(facts: Facts) -> Profiled | None:
         forward_s=_typical(facts, step_parts.FORWARD) / batches,
         layers=layers_of(facts, backward_s) or assumed,
         optimizer_s=_typical(facts, step_parts.OPTIMIZER),
-        other_s=sum(facts.accounts.mean(part) for part in (step_parts.DATA, step_parts.OTHER)) / batches,
+        other_s=sum(map(facts.accounts.mean, (step_parts.DATA, step_parts.COLLECTOR, step_parts.OTHER))) / batches,
         communication_s=_typical(facts, step_parts.COMMUNICATION),
         bubble_s=_typical(facts, step_parts.BUBBLE),
         jitter=_jitter(facts),
@@ -441,6 +438,7 @@ def plan_of(facts: Facts) -> Profiled | None:
         all_reduces=all_reduce_times(facts),
         reduces_in_backward=facts.reduces_in_backward and hosts == 1,
         critical_batch=facts.noise_scale.value if facts.noise_scale else None,
+        spread=_spread([mean_of([row]) for row in facts.accounts.lengths]),
     )
 
 
@@ -452,6 +450,13 @@ def backward_seconds(facts: Facts) -> float:
 def _typical(facts: Facts, part: str) -> float:
     """Return the median over the steps of the mean seconds of a part over the ranks."""
     return median(mean_of([row]) for row in facts.accounts.parts[part])
+
+
+def _spread(lengths: Sequence[float]) -> float:
+    """Return the relative standard error of the median length of steps; 0 with too few steps."""
+    size = len(lengths) // BLOCKS
+    blocks = [median(lengths[size * block : size * (block + 1)]) for block in range(BLOCKS)] if size > 1 else []
+    return stdev(blocks) / math.sqrt(BLOCKS) / median(lengths) if blocks else 0.0
 
 
 def _jitter(facts: Facts) -> float:

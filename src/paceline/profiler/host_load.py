@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.core.host import processor_seconds
 from paceline.core.messages import counted
+from paceline.core.spans import COLLECTOR, Span, recorder
 from paceline.profiler.rank_file import RankRecord
 
 DELAYED, OTHERS = 0.1, 0.2
@@ -130,6 +134,7 @@ class HostLoad:
         self._ran, self._delayed = self._times()
         self._at_start = self._ran
         self._began, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds()
+        self._switches = switches()
 
     def delay(self) -> float:
         """Return how many seconds since the last call this thread was ready to run but had no core."""
@@ -143,6 +148,7 @@ class HostLoad:
         if self._busy is not None and (busy := busy_seconds()) is not None:
             record.busy_cores = (busy - self._busy) / wall
         record.own_cores = (own_seconds() - self._own) / wall
+        record.switches = (switches() - self._switches) / wall
         # Count only up to the last step, because a thread other than the loop's may close the record. Cap at one core,
         # because the kernel updates a thread's times only every few milliseconds.
         record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
@@ -167,27 +173,27 @@ class HostLoad:
 
 
 class CollectorPauses:
-    """Adds up the pauses of Python's garbage collector, during which no thread runs Python code.
+    """Records a span for each run of Python's garbage collector, during which no thread runs Python code.
 
-    To be called by ``gc``. Pauses are measured in core seconds, which do not depend on other load on the host.
+    To be called by ``gc``. Runs do not nest.
     """
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        """Seconds since the last :meth:`take`."""
-        self._began = 0.0
-        """Start of the current collection. Collections do not nest."""
+        self.collected = 0
+        """Number of objects freed since the last step ended."""
+        self._began: tuple[float, Any] = 0.0, None
+        """Time and device event of the current run's start."""
 
-    def take(self) -> float:
-        """Return the seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def __call__(self, phase: str, _info: dict[str, Any]) -> None:
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        # A CUDA graph that is being captured would capture the events, too.
+        if recorder.make_event is not None and torch.cuda.is_current_stream_capturing():
+            return
+        now, event = time.perf_counter(), None if recorder.make_event is None else recorder.make_event()
         if phase == "start":
-            self._began = time.thread_time()
-        elif self._began:
-            self._seconds += time.thread_time() - self._began
+            self._began = now, event
+        elif recorder.on:
+            (began, before), self.collected = self._began, self.collected + info["collected"]
+            recorder.spans.append(Span(COLLECTOR, began, now, events=event and (before, event)))
 
 
 def core_numbers() -> list[int]:
@@ -228,6 +234,12 @@ def busy_seconds() -> float | None:
     # AttributeError if os has no sched_getaffinity, as on macOS.
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def switches() -> int:
+    """Return the number of context switches of this process's threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_nvcsw + usage.ru_nivcsw
 
 
 def own_seconds() -> float:

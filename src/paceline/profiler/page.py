@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from paceline.core import output_files
 from paceline.core.messages import counted, digits, nbytes
-from paceline.core.spans import CHECKPOINT, Span
+from paceline.core.spans import CHECKPOINT, COLLECTOR, Span
 from paceline.profiler import step_parts
 from paceline.profiler.analyze import Report
 from paceline.profiler.facts import ENOUGH, Facts, kind_name, ms, percent, sentence
@@ -43,7 +43,7 @@ SHOWN_FIRST = 8
 MOST_DRAWN = 8
 """Maximum number of ranks drawn separately in the chart of steps (MOST_SINGLE in charts.js). If there are more, users
 pick a rank."""
-REST = (step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT, step_parts.OTHER)
+REST = (step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT, step_parts.COLLECTOR, step_parts.OTHER)
 """Parts of a step without a tile of their own."""
 METRICS = {
     "step": ("whole step", ()),
@@ -221,7 +221,7 @@ def timeline_chart(facts: Facts) -> dict[str, Any] | None:
             for bucket in buckets
         ],
     }
-    return {"step": steps[0].number, "has_saves": CHECKPOINT in labels, "data": data}
+    return {"step": steps[0].number, "has_saves": CHECKPOINT in labels, "has_pauses": COLLECTOR in labels, "data": data}
 
 
 def _own_code(step: Step) -> list[Span]:

@@ -19,7 +19,7 @@ from paceline.profiler.steps import Meeting, Step
 
 FOLDER = "ranks"
 """Folder for the files of all ranks, inside the profile's folder."""
-VERSION = 5
+VERSION = 6
 MOST_RANKS = 2048
 """Largest world that can be reported, because a report has a figure for each pair of ranks."""
 KILLED = "killed"
@@ -73,6 +73,8 @@ class RankRecord:
     """Mean number of cores that this rank and its children keep busy."""
     loop_cores: float = 0.0
     """Mean share of a core that the loop's own thread uses."""
+    switches: float = 0.0
+    """Context switches per second of all threads of this rank."""
     core_numbers: list[int] = field(default_factory=list)
     """Numbers of the cores that the rank may use; empty if unknown."""
     quota: float | None = None

@@ -253,7 +253,7 @@ class Session:
         step = Step(self._number, kind, self._start, end, {}, [], spans=spans)
         self._forwards.describe(step)
         step.delayed, step.loading, self._loading = self._load.delay(), self._loading, 0.0
-        step.collecting = self._pauses.take()
+        step.collected, self._pauses.collected = self._pauses.collected, 0
         self._steps.steps += [step] if self._device_times is None else self._device_times.step_ends(step)
         self._measured += step.is_measured()
         self._start, self._number = end, self._number + 1

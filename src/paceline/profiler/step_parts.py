@@ -8,6 +8,7 @@
     bubble         waiting in a collective until the last rank has arrived: equally fast ranks would save it
     optimizer      optimizer steps
     checkpoint     saves
+    collector      Python's garbage collector, which may pause any other part
     other          everything else in the loop: metrics, logging, schedulers
 
 :mod:`paceline.core.spans` defines the labels of spans.
@@ -16,12 +17,12 @@
 from __future__ import annotations
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE = "data", "forward", "backward", "communication", "bubble"
-OPTIMIZER, CHECKPOINT, OTHER = "optimizer", "checkpoint", "other"
-ALL = (DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE, OPTIMIZER, CHECKPOINT, OTHER)
+OPTIMIZER, CHECKPOINT, COLLECTOR, OTHER = "optimizer", "checkpoint", "collector", "other"
+ALL = (DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE, OPTIMIZER, CHECKPOINT, COLLECTOR, OTHER)
 COMPUTE = (FORWARD, BACKWARD)
 WAITING = (COMMUNICATION, BUBBLE)
 
-NAMES = {part: part for part in ALL} | {COMMUNICATION: "exposed communication"}
+NAMES = {part: part for part in ALL} | {COMMUNICATION: "exposed communication", COLLECTOR: "garbage collection"}
 """Names of the parts in columns and legends."""
 MEANINGS = {
     DATA: "the loop waits for a batch",
@@ -31,6 +32,7 @@ MEANINGS = {
     BUBBLE: "idle until the last rank arrives; equally fast ranks would save it",
     OPTIMIZER: "optimizer steps",
     CHECKPOINT: "saves",
+    COLLECTOR: "pauses of Python's garbage collector",
     OTHER: "everything else in the loop: metrics, logging, schedulers",
 }
 """A one-line description of each part."""

@@ -45,6 +45,7 @@ _PARTS = {
     spans.COLLECTIVE: MEETING,
     spans.OPTIMIZER: step_parts.OPTIMIZER,
     spans.CHECKPOINT: step_parts.CHECKPOINT,
+    spans.COLLECTOR: step_parts.COLLECTOR,
 }
 _WHOLE = (MEETING, step_parts.CHECKPOINT)
 """Parts that include the spans inside them."""
@@ -94,8 +95,8 @@ class Step:
     """Core seconds that the loop's own thread spent loading batches."""
     averages: int = 1
     """Number of backward passes that averaged gradients; more than one if gradients are accumulated without no_sync."""
-    collecting: float = 0.0
-    """Core seconds spent in Python's garbage collector."""
+    collected: int = 0
+    """Number of objects that Python's garbage collector freed."""
 
     @property
     def length(self) -> float:

@@ -181,9 +181,9 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: dict[str, Any]) -> None:
     """Print `value` as JSON on stdout."""
-    typer.echo(json_text.dumps(_plain(value), indent=1))
+    typer.echo(json_text.dumps({"version": 1} | _plain(value), indent=1))
 
 
 def _plain(value: Any) -> Any:

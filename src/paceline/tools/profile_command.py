@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -146,10 +145,6 @@ def parts_table(facts: Facts, between: str = "  ") -> Table:
         if seconds > 0:
             cells = [_cell(row, part, between, with_shares=facts.is_firm) for row in columns]
             table.add_row(step_parts.NAMES[part], *cells)
-    # Garbage collection is not a separate part, because it can happen during any of them.
-    if any(pauses := [facts.collecting[rank] for rank in shown if facts.collecting]):
-        mean = [ms(fmean(facts.collecting))] if len(shown) > 1 else []
-        table.add_row("of which garbage collection", *map(ms, pauses), *mean)
     return table
 
 

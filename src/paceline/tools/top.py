@@ -241,6 +241,7 @@ class JobView:
         straggler = find_straggler(self.statuses)
         note = self.note
         return {
+            "version": 1,
             "job": {name: value for name, value in asdict(note).items() if name != "processes"},
             "ranks": [asdict(status) | {"waiting_share": status.waiting_share} for status in self.statuses],
             "straggler": None if straggler is None else asdict(straggler),

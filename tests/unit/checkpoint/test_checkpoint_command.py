@@ -17,6 +17,7 @@ from test_checkpoint_roundtrip import Holder, Tied, opened, same
 from torch import nn
 
 from insides import manifest, metadata_of, step_name
+from json_page import check
 from processes import run_here
 
 
@@ -93,6 +94,7 @@ def test_list_marks_complete_latest_best_and_protected_steps(run_folder: Path, c
     assert [row[6] for row in rows] == ["protected", "best", "latest"]
     assert all(row[5] == "complete" and "curve=(nan," in row for row in rows)
     report = json.loads(command("list", run_folder, "--json").out)
+    check("paceline checkpoint list --json", report)
     assert (report["latest"], report["best"]) == (3, 2)
     rows = report["checkpoints"]
     assert [row["metadata"]["acc"] for row in rows] == [1.0, 5.0, 2.0]
@@ -134,6 +136,7 @@ def test_verify_names_damaged_files_and_the_objects_in_them(run_folder: Path, co
     report = command("verify", run_folder, "--json")
     assert report.code == 1
     assert json.loads(report.out)["damaged"] == [2]
+    check("paceline checkpoint verify --json", json.loads(report.out))
     assert len(json.loads(report.out)["checkpoints"][1]["damages"]) == 4
 
 

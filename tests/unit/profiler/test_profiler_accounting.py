@@ -170,6 +170,7 @@ def test_plan_has_the_seconds_and_bytes_of_a_step() -> None:
     assert plan.other_s == pytest.approx(0.001 + 0.0005)
     assert [seconds for _, seconds in plan.all_reduces] == pytest.approx([0.01] * 4)
     assert plan.communication_s == pytest.approx(0.04 - 0.015)
+    assert (plan.steps, plan.spread) == (37, pytest.approx(0.0))
     assert plan.bubble_s == pytest.approx(0, abs=1e-6)
     assert not plan.reduces_in_backward
 
@@ -179,6 +180,14 @@ def test_planned_step_time_matches_the_profile(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(summary(report)))
     job = from_profiles([from_summary(tmp_path)])
     assert job.step(2).length_s == pytest.approx(0.0355 + 0.025, rel=1e-3)
+
+
+def test_slow_drift_widens_the_spread_of_a_plan() -> None:
+    """Blocks of 20 steps have medians of 90 to 110 ms; the steps' deviation promises a quarter of the error."""
+    made = records(1, 103, lambda _, step: {"forward": 0.0645 + 0.005 * ((step - 3) // 20)}, travel=0.0)
+    plan = plan_of(verdict(made).facts)
+    assert plan is not None
+    assert plan.spread == pytest.approx(0.005 * 2.5**0.5 / 5**0.5 / 0.1)
 
 
 def test_accumulated_batches_are_counted_separately() -> None:

@@ -95,6 +95,17 @@ def test_more_threads_than_cores_count_as_competition_between_ranks() -> None:
     report = verdict(shared(2, 2, 2.0, 0.98, threads=2))
     assert report.headline.startswith("The ranks slow each other down: 2 ranks with 2 threads each share 2 cores")
     assert "OMP_NUM_THREADS=1" in the("threads", report).text
+    # 50,000 switches per second, of 8 µs each, waste 0.4 of 2 cores.
+    assert the("threads", verdict(shared(2, 2, 2.0, 1.0, threads=2, switches=25_000.0))).gain == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("switches", "expected"), [(25_000.0, ["threads"]), (2_000.0, [])])
+def test_thread_switches_are_the_cost_of_too_many_threads(switches: float, expected: list[str]) -> None:
+    taken: dict[str, Any] = {"cores": 2, "core_numbers": [0, 1], "busy_cores": 2.0, "own_cores": 1.0, "threads": 8}
+    report = verdict(records(2, 80, switches=switches, **taken))
+    assert kinds(report) == expected
+    named = report.headline == "The ranks slow each other down: 2 ranks with 8 threads each share 2 cores."
+    assert named == bool(expected), report.headline
 
 
 def test_single_rank_may_have_more_threads_than_its_quota() -> None:

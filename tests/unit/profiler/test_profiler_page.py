@@ -242,13 +242,3 @@ def test_table_has_the_time_and_share_of_each_part() -> None:
     assert re.search(r"length +101 ms +101 ms +101 ms", said)
     assert re.search(r"forward +21\.0 ms +21% +51\.0 ms +50% +36\.0 ms +36%", said)
     assert "checkpoint" not in said  # the run saved none
-
-
-def test_garbage_collection_pauses_are_in_both_tables() -> None:
-    ranks = made()
-    for step in ranks[0].steps:
-        step.collecting = 0.0123
-    report = verdict(ranks)
-    assert "of which garbage collection</th>" in page(report)
-    assert "<td>12.3 ms</td></tr>" in page(report)
-    assert "12.3 ms" in printed(parts_table(report.facts))

@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from subprocess import PIPE
+from typing import Any
 
 import pytest
 import torch
@@ -22,17 +24,19 @@ from insides import (
     HostLoad,
     OperatorTable,
     RankRecord,
+    Report,
     Span,
     StackSampler,
     Step,
     between_spans,
     function_of,
     own_seconds,
+    recorder,
     stack_samples,
 )
 from insides import host_load_busy_seconds as busy_seconds
 from processes import until
-from profile_records import Timing, kinds, records, the, usual, verdict
+from profile_records import Timing, cut, kinds, records, the, usual, verdict
 
 DRAW = random.Random(0)
 LENGTHS = [DRAW.randint(8, 512) for _ in range(256)]
@@ -383,13 +387,54 @@ def test_other_bucket_sizes_are_compared_with_the_actual_ones() -> None:
     assert "bucket-size" not in kinds(verdict(records(2, 40, travel=0.01, buckets=[32_000_000])))
 
 
-def test_garbage_collections_are_timed() -> None:
-    pauses = CollectorPauses()
+def test_garbage_collections_are_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "on", True)
+    monkeypatch.setattr(recorder, "spans", [])
+    pauses, cycle = CollectorPauses(), list[Any]()
+    cycle.append(cycle)
+    del cycle
     gc.callbacks.append(pauses)
     gc.collect()
     gc.callbacks.remove(pauses)
-    assert pauses.take() > 0
-    assert pauses.take() == 0, "since the last call"
+    [span] = recorder.spans
+    assert (span.label, span.seconds > 0, pauses.collected > 0) == ("garbage collection", True, True)
+
+
+def collecting(pauses: Sequence[float], freed: int = 0) -> Report:
+    """Return the report of ranks whose optimizer steps include pauses by the collector of `pauses` seconds."""
+    made = records(2, 60, lambda rank, _: {"optimizer": 0.004 + pauses[rank]})
+    for record, pause in zip(made, pauses, strict=True):
+        for step in record.steps:
+            end = step.spans[-1].end
+            step.spans.append(Span("garbage collection", end - pause, end))
+            step.seconds, step.collected = cut(step.spans, step.start, step.end)[0], freed
+    return verdict(made)
+
+
+def test_garbage_collection_is_named_instead_of_the_part_it_pauses() -> None:
+    """Pauses were part of the optimizer's time, and the verdict was that the optimizer takes most of a step."""
+    report = collecting([0.04, 0.04])
+    assert report.headline.startswith("Python's garbage collector takes 5"), report.headline
+    assert report.facts.accounts.mean("optimizer") == pytest.approx(0.004)
+    advice = the("garbage-collection", report)
+    assert "gc.freeze() and gc.disable()" in advice.text
+    assert advice.gain == pytest.approx(0.04 / report.facts.length, rel=0.01)
+    # Freeing 100,000 objects takes half of the time, with or without pauses.
+    assert the("garbage-collection", collecting([0.04, 0.04], freed=100_000)).gain == pytest.approx(advice.gain / 2)
+    assert kinds(collecting([0.001, 0.001])) == []
+
+
+def test_rank_paused_alone_is_named_with_the_cause() -> None:
+    report = collecting([0.0, 0.04])
+    assert report.headline.startswith("Rank 1 slows the others down: its garbage collection takes 40.0 ms longer")
+    assert the("garbage-collection", report).gain > 0.4, "the other rank waits"
+
+
+def test_own_code_of_one_rank_is_named_with_the_rank_on_a_busy_host() -> None:
+    """Manual saves on rank 0 were «the loop's own code» if delays hid their duration."""
+    made = records(2, 80, lambda rank, _: {"gap": 0.01 * (1 - rank), "delayed": 0.009}, busy_cores=2.0, own_cores=0.5)
+    report = verdict([replace(made[0], own_code={"save() (train.py:8)": 40}), made[1]])
+    assert "save() (train.py:8) on rank 0" in " ".join([report.headline, *(advice.text for advice in report.advice)])
 
 
 @pytest.mark.skipif(busy_seconds() is None, reason="no accounts of Linux here")
@@ -399,8 +444,10 @@ def test_cores_and_delays_of_a_rank_are_read() -> None:
         pass
     assert load.delay() >= 0
     record = records(1, 0)[0]
+    time.sleep(0.001)  # switches to another thread
     load.close(record)
     assert record.own_cores > 0
+    assert record.switches > 0
     assert record.busy_cores is not None
 
 

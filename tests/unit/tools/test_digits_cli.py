@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from json_page import check
 from paceline.checkpoint import Checkpointer
 from processes import Running, gone_after, paceline
 from recipe_reports import FIELDS
@@ -34,6 +35,7 @@ def test_json_report_is_complete_and_unrelated_files_are_kept(tmp_path: Path) ->
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads((tmp_path / "report.json").read_text())
     assert {name: type(value) for name, value in report.items()} == PROMISED
+    check("paceline train --json FILE", report)
     assert (report["steps"], report["world_size"], report["replicas_identical"]) == (12, 2, True)
     assert report["gradient_bytes_per_step"] == 30_634 * 4
     first, second = report["replica_sha256"]

@@ -122,6 +122,7 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
 def document(rows: Sequence[Row], cores: int) -> dict[str, object]:
     """Return the values for JSON, in seconds and GB/s."""
     return {
+        "version": 1,
         "ranks": rows[0].ranks,
         "cores": cores,
         "torch": torch.__version__,

@@ -176,7 +176,7 @@ def notes(rows: Sequence[Row], threads: int, steps: int) -> list[str]:
 
 def document(rows: Sequence[Row], target: str, threads: int) -> dict[str, object]:
     """Return the values for JSON, in seconds and bytes."""
-    return {"target": target, "threads": threads, "times": statistic(rows), "rows": [asdict(row) for row in rows]}
+    return {"version": 1, "target": target, "threads": threads, "times": statistic(rows), "rows": [*map(asdict, rows)]}
 
 
 def draw(rows: Sequence[Row], target: str) -> Figure:

@@ -80,7 +80,7 @@ def finish(recipe: str, report: Report, metrics: Sequence[str], result: Result, 
     """Print the report on rank 0 and write it as JSON. Called on all ranks."""
     if dist.get_rank() == 0:
         print_report(recipe, report, metrics)
-        write_file("--json", config.json, strict_json.lenient(report, indent=2) + "\n")
+        write_file("--json", config.json, strict_json.lenient({"version": 1} | report, indent=2) + "\n")
     if result.steps in result.failed_saves:
         raise CheckpointError(
             f"the last step {result.steps} could not be saved in {config.checkpoint_dir}; make room there, and use "
