@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import paceline
 from insides import Batch, BuiltModel, activations_of, footprints, heap, sharding, under_way
+from json_page import check
 from paceline import World
 from paceline.errors import installing
 from paceline.optim import ShardedOptimizer
@@ -502,7 +503,9 @@ def test_missing_transformers_error_says_how_to_install_it(refusal: Any, monkeyp
 def estimate(models: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> Any:
     def estimate(*arguments: str) -> Any:
         assert not run("estimate-memory", *arguments, "--json")
-        return json.loads(capsys.readouterr().out)
+        document = json.loads(capsys.readouterr().out)
+        check("paceline estimate-memory --json", document)
+        return document
 
     return estimate
 

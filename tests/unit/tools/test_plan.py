@@ -27,6 +27,7 @@ from insides import (
 )
 from insides import predictions_Job as Job
 from insides import report_notes as notes
+from json_page import check
 
 DESCRIBED = ("plan", "--params", "360M", "--flops", "4.4T", "--device", "h100", "--batch", "8")
 Planned = Callable[..., dict[str, Any]]
@@ -241,6 +242,12 @@ def test_time_cost_curve_has_its_knee_at_the_critical_batch_size() -> None:
     assert [row.style for row in trainings_table(plan).rows] == ["", "", "bold", ""]
     assert notes(plan)[-1].endswith("a global batch of 512 samples, the critical batch size: about 64 devices.")
     assert len(plot_outlook(plan).axes) == 3
+
+
+def test_json_is_described(planned: Planned, tmp_path: Path) -> None:
+    described = planned(*DESCRIBED, "--precision", "fp32", "--price", "2", "--samples", "1M", "--devices", "8")
+    profiled = planned("plan", summary(tmp_path), "--devices", "2")
+    check("paceline plan --json", described, profiled | {"unreliable": {"2 ranks": "busy"}}, document(outlook()))
 
 
 def test_plan_without_a_noise_scale_omits_batches() -> None:
