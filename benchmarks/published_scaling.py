@@ -24,7 +24,7 @@ from paceline.core.messages import counted
 from paceline.core.output_files import new_figure, write_chart
 from paceline.core.tables import new_table, print_table
 from paceline.errors import UsageError
-from paceline.planner.calibration import SPEEDS
+from paceline.planner.calibration import SPEEDS, interval_of
 from paceline.planner.predictions import RULE_OF_THUMB
 from published.fit import Fits, growths, profiled_intervals
 from published.rows import Row, read
@@ -106,16 +106,22 @@ def report_validation(path: str, json: bool, plot: str | None) -> dict[str, Any]
 def growth(rows: Sequence[Row]) -> dict[str, float]:
     """Return how well results on more devices follow from a smaller result of the same job."""
     pairs = growths(rows)
-    inside: dict[str, list[bool]] = {}
-    for pair in pairs:
-        inside.setdefault(pair.source, []).append(pair.made.low <= pair.reported <= pair.made.high)
+    shares = []
+    for source in {pair.source for pair in pairs}:
+        others = [pair for pair in pairs if pair.source != source]
+        if not others:
+            return {}
+        intervals, own = profiled_intervals(others), [pair for pair in pairs if pair.source == source]
+        ends = [interval_of(intervals, 2, pair.made.efficiency) for pair in own]
+        relative = [pair.reported / pair.made.efficiency for pair in own]
+        shares.append(fmean(low <= value <= high for value, (low, high) in zip(relative, ends, strict=True)))
     errors = [100 * abs(pair.made.efficiency - pair.reported) for pair in pairs]
     if not errors:
         return {}
     return {
         "pairs": len(pairs),
         "median": median(errors),
-        "inside": fmean(fmean(shares) for shares in inside.values()),
+        "held_out_inside": fmean(shares),
         "width": 100 * median(pair.made.high - pair.made.low for pair in pairs),
     }
 

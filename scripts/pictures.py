@@ -52,7 +52,7 @@ WIDTH, HEIGHT = 1100, 1400
 SCHEMES = {"": 1, "-dark": 0}
 """Suffixes of the file names, and Chromium's numbers of the color schemes."""
 TIMEOUT_S = 120
-OUTPUT = re.compile(r"(<!-- output of: paceline (?P<command>.*) -->\n```\n)(?P<text>.*?\n)(?=```\n)", re.DOTALL)
+OUTPUT = re.compile(r"(<!-- output of: paceline (?P<command>.*) -->\n```\n)(?P<text>.*?)(?=```\n)", re.DOTALL)
 """The first lines of a command's output, in a page."""
 
 TRAIN = """import time

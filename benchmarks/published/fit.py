@@ -184,14 +184,15 @@ class Fits:
             predicted = columns.predict(self.without(*{*sources, source}))
             error = (columns.efficiency - predicted) / (FLOOR + (1 - predicted).clamp(min=0))
             errors = torch.where(self._source == at, error, errors)
-        least = 0.0
+        least = lowest = 0.0
         for most, level in LEVELS[speed]:
             weight = torch.zeros_like(errors)
             for at, source in enumerate(self._sources):
                 own = (self._source == at) & (self._devices > least) & (self._devices <= most)
                 weight[own] = float(source not in sources) / max(1, int(own.sum()))
             low, high = (round(quantile(errors, weight, share), 3) for share in ((1 - level) / 2, (1 + level) / 2))
-            found.append((most, min(low, 0.0), max(high, 0.0)))
+            lowest = min(low, lowest)  # more devices are not more certain
+            found.append((most, lowest, max(high, 0.0)))
             least = most
         return tuple(found)
 

@@ -20,7 +20,7 @@ class Calibration:
     """Further factor if copies between the devices of a host pass through its memory."""
     between: float = 0.865
     """The same as `inside`, between hosts."""
-    tcp: float = 3.57e09
+    tcp: float = 3.57e+09
     """Bytes per second of a host over TCP, even if its network is faster."""
     cpu: float = 1.1e-09
     """Seconds per byte that the cores of a host reduce, if the devices do not."""
@@ -45,19 +45,37 @@ PUBLISHED = Calibration()
 
 Intervals = tuple[tuple[float, float, float], ...]
 """Most devices, and the bounds of the 80 % interval in units of (:data:`FLOOR` + the predicted loss of efficiency)."""
-MEASURED: Intervals = ((8, -0.723, 0.418), (64, -0.887, 0.326), (math.inf, -0.85, 0.444))
+MEASURED: Intervals = ((8, -0.723, 0.418), (64, -0.887, 0.326), (math.inf, -0.887, 0.444))
 """Intervals if the speed of a device was measured."""
-ASSUMED: Intervals = ((8, -1.242, 0.476), (64, -1.248, 0.321), (math.inf, -0.85, 0.444))
+ASSUMED: Intervals = ((8, -1.242, 0.476), (64, -1.248, 0.321), (math.inf, -1.248, 0.444))
 """Intervals if it was not."""
 PROFILED: Intervals = ((math.inf, -1.0, 0.43),)
 """The interval of the efficiency relative to a smaller number of devices on which the job was profiled."""
 
 
-def bounds(intervals: Intervals, ranks: int, efficiency: float) -> tuple[float, float]:
-    """Return the 80 % interval of a predicted efficiency."""
+Interval = tuple[float, float]
+"""Bounds relative to the predicted value. They contain the real value in four of five cases."""
+CERTAIN: Interval = (1.0, 1.0)
+
+
+def interval_of(intervals: Intervals, ranks: int, efficiency: float) -> Interval:
+    """Return the interval of a predicted efficiency."""
     low, high = next(bounds for most, *bounds in intervals if ranks <= most)
     loss = FLOOR + max(0.0, 1 - efficiency)
-    return max(0.0, efficiency + low * loss), efficiency + high * loss
+    return max(0.0, efficiency + low * loss) / efficiency, (efficiency + high * loss) / efficiency
+
+
+def inverse(interval: Interval) -> Interval:
+    """Return the interval of the reciprocal."""
+    low, high = interval
+    return 1 / high, 1 / low if low else math.inf
+
+
+def product(one: Interval, other: Interval) -> Interval:
+    """Return the interval of a product whose factors err independently."""
+    (low, high), (other_low, other_high) = one, other
+    lowest = math.exp(-math.hypot(math.log(low), math.log(other_low))) if low and other_low else 0.0
+    return lowest, math.exp(math.hypot(math.log(high), math.log(other_high)))
 
 
 @dataclass(frozen=True)

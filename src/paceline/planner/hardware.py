@@ -165,7 +165,7 @@ class Device:
     def peak(self, precision: str) -> float:
         """Return the peak FLOP/s in a precision."""
         if precision not in self.peaks:
-            has = " or ".join(self.peaks)
+            has = " or ".join(", ".join(self.peaks).rsplit(", ", 1))
             raise UsageError(f"--precision {precision}: {self.name} does not compute in {precision}; give {has}")
         return self.peaks[precision]
 

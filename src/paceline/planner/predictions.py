@@ -11,7 +11,18 @@ from statistics import NormalDist
 
 from paceline.ddp.buckets import CAPACITY, FIRST_CAPACITY, Overlap, assign, default_capacities, overlap
 from paceline.ddp.options import capacities
-from paceline.planner.calibration import CROWD, MEASURED, PUBLISHED, Calibration, Intervals, bounds
+from paceline.planner.calibration import (
+    CERTAIN,
+    CROWD,
+    MEASURED,
+    PUBLISHED,
+    Calibration,
+    Interval,
+    Intervals,
+    interval_of,
+    inverse,
+    product,
+)
 from paceline.planner.hardware import Cluster, Device
 
 EQUAL_LAYERS = 24
@@ -197,10 +208,10 @@ class Job:
     """Critical batch size in samples; None if unknown."""
     intervals: Intervals = MEASURED
     """Intervals of the efficiency."""
-    speed: tuple[float, float] = (1.0, 1.0)
-    """The 80 % interval of the speed of one device, relative to the assumed one; both are 1 if it was measured."""
-    spreads: Mapping[int, float] = field(default_factory=dict)
-    """Relative standard error of the step time on each number of ranks that was profiled."""
+    speed: Interval = CERTAIN
+    """The interval of the speed of one device, if it is assumed."""
+    profiled: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Measured seconds of a step, and their relative standard error, by number of ranks."""
 
     def step(self, ranks: int) -> StepTime:
         """Return the time of a step on `ranks` ranks."""
@@ -209,6 +220,8 @@ class Job:
         work = stretched(self.workload, cluster.stretch(ranks, cores) * alone)
         reduce_seconds = partial(cluster.all_reduce_seconds, ranks, calibration=calibration, busy_cores=cores)
         step = simulate(work, reduce_seconds, calibration.interference)
+        if ranks in self.profiled:
+            return replace(step, jitter_s=max(0.0, self.profiled[ranks][0] - step.length_s))
         # Ranks that share a core compute while others wait, so they vary like one.
         apart = max(1.0, ranks / cluster.crowd(ranks, cores))
         if work.jitter is not None:
@@ -221,7 +234,8 @@ class Job:
         """Return the prediction for `ranks` ranks, with the efficiency relative to `baseline` ranks."""
         step = self.step(ranks)
         efficiency = self.step(baseline).length_s / step.length_s
-        low, high = self._interval(ranks, step.length_s, baseline)
+        error = self._error(ranks, baseline)
+        low, high = product(error, inverse(self._error(baseline, baseline))) if ranks != baseline else CERTAIN
         batch = ranks * self.workload.samples
         return Prediction(
             ranks,
@@ -230,28 +244,23 @@ class Job:
             efficiency,
             efficiency * low,
             efficiency * high,
-            _both(low, self.speed[0]),
-            1 / _both(1 / high, 1 / self.speed[1]),
+            *product(error, self.speed),
             1.0 if self.critical_batch is None else 1 / (1 + batch / self.critical_batch),
         )
 
-    def _interval(self, ranks: int, seconds: float, baseline: int) -> tuple[float, float]:
-        """Return the 80 % interval of the efficiency, relative to the predicted one.
+    def _error(self, ranks: int, baseline: int) -> Interval:
+        """Return the interval of the throughput, apart from the speed of one device.
 
-        It begins at the largest profiled number of ranks up to `ranks`, whose spread was measured.
+        It begins at the nearest profiled number of ranks; fewer ranks take the profiled step without parts of its
+        communication. Without a profile, `baseline` is certain.
         """
-        known = max((size for size in self.spreads if size <= ranks), default=baseline)
-        error = NormalDist().inv_cdf(0.9) * self.spreads.get(known, 0.0)
-        if ranks == known:
-            return max(0.0, 1 - error), 1 + error
-        further = self.step(known).length_s / seconds
-        low, high = (bound / further for bound in bounds(self.intervals, ranks, further))
-        return _both(low, max(0.0, 1 - error)), 1 / _both(1 / high, 1 / (1 + error))
-
-
-def _both(low: float, other: float) -> float:
-    """Return the lower bound of a product whose factors are independent, from both lower bounds relative to 1."""
-    return math.exp(-math.hypot(math.log(low), math.log(other))) if low > 0 and other > 0 else 0.0
+        known = max((size for size in self.profiled if size <= ranks), default=min(self.profiled, default=baseline))
+        error = NormalDist().inv_cdf(0.9) * self.profiled[known][1] if self.profiled else 0.0
+        here = (max(0.0, 1 - error), 1 + error)
+        if ranks <= known:
+            return here
+        further = self.step(known).length_s / self.step(ranks).length_s
+        return product(here, interval_of(self.intervals, ranks, further))
 
 
 def spread(ranks: float) -> float:
@@ -270,26 +279,36 @@ def stretched(work: Workload, factor: float) -> Workload:
     )
 
 
-def stops_paying(job: Job, most: int) -> int | None:
-    """Return the number of ranks, a power of two, that is not worth doubling; None if that is beyond `most`."""
-    current = job.predict(1)
-    while 2 * current.ranks <= most:
-        doubled = job.predict(2 * current.ranks)
-        if doubled.samples_per_s * doubled.progress < WORTH * current.samples_per_s * current.progress:
-            return current.ranks
-        current = doubled
+def stops_paying(job: Job, most: int, useful: Callable[[int], float]) -> int | None:
+    """Return the number of ranks, a power of two, that is not worth doubling; None if that is beyond `most`.
+
+    Args:
+        job: the job.
+        most: the largest number of ranks.
+        useful: the share of the time that failures leave on a number of ranks.
+    """
+
+    def progress(ranks: int) -> float:
+        made = job.predict(ranks)
+        return made.samples_per_s * made.progress * useful(ranks)
+
+    ranks = 1
+    while 2 * ranks <= most:
+        if progress(2 * ranks) < WORTH * progress(ranks):
+            return ranks
+        ranks *= 2
     return None
 
 
-def effects(job: Job, ranks: int, in_half: Mapping[str, Workload] | None = None) -> dict[str, float]:
+def effects(job: Job, ranks: int, in_half: tuple[str, Workload] | None = None) -> dict[str, float]:
     """Return the share of the time per sample that each change saves on `ranks` ranks; negative if it costs time.
 
     Args:
         job: the job to change.
         ranks: the number of ranks.
-        in_half: the same step in a lower precision, by its name; None if unknown.
+        in_half: the name of a lower precision, and the same step in it; None if unknown.
     """
-    work = job.workload
+    work, job = job.workload, replace(job, profiled={})
 
     def per_sample(changed: Workload, extra_s: float = 0.0) -> float:
         return (replace(job, workload=changed).step(ranks).length_s + extra_s) / changed.samples
@@ -299,7 +318,8 @@ def effects(job: Job, ranks: int, in_half: Mapping[str, Workload] | None = None)
     for factor in (2, 4):
         more = replace(work, micro_batches=factor * work.micro_batches, samples=factor * work.samples)
         times[f"accumulate {factor} batches"] = per_sample(more)
-    times |= {f"{precision} precision": per_sample(half) for precision, half in (in_half or {}).items()}
+    if in_half is not None:
+        times[f"{in_half[0]} precision"] = per_sample(in_half[1])
     times["bf16 gradients (Cast)"] = per_sample(_compressed(work, 1 / 2, CAST_TRAFFIC))
     times["8-bit gradients (Int8)"] = per_sample(_compressed(work, 1 / 4, INT8_TRAFFIC))
     # The updated parameters are gathered after the step: half of an all-reduce.

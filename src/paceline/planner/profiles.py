@@ -85,6 +85,11 @@ class Profiled:
             memory=CORE_MEMORY if self.busy_cores else device_or_unknown(self.device).memory,
         )
 
+    @property
+    def length_s(self) -> float:
+        """Seconds of a step."""
+        return self.workload.compute_s + self.communication_s + self.bubble_s
+
     def link(self) -> Link | None:
         """Return the link that the all-reduces measured; None if they are unknown."""
         if self.ranks < 2 or not any(size for size, _ in self.all_reduces):
@@ -115,7 +120,7 @@ def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Stated:
-    """Advice of a profile."""
+    """One piece of advice from a profile."""
 
     kind: str
     text: str
@@ -128,6 +133,7 @@ class Summary:
 
     plan: Profiled
     headline: str = ""
+    provisional: bool = False
     advice: list[Stated] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes on rank 0: ``parameters``, ``gradients``, ``optimizer`` and ``peak``; empty if unknown."""
@@ -135,7 +141,8 @@ class Summary:
     @property
     def unreliable(self) -> str:
         """Why the profile does not show the job alone, and the remedy; empty if it does."""
-        return "; ".join(f"{entry.reason}; {entry.text}" for entry in self.advice if entry.kind == HOST_LOAD)
+        reasons = ["it has too few steps for a verdict; profile more steps"] * self.provisional
+        return "; ".join(reasons + [f"{at.reason}; {at.text}" for at in self.advice if at.kind == HOST_LOAD])
 
 
 def from_summary(path: Path) -> Summary:
@@ -147,6 +154,8 @@ def from_summary(path: Path) -> Summary:
             raise WrongValue(f"it has no object {PLAN!r}, which a profile with at least one measured step has")
         found: Summary = instance_of(Summary, summary)
         _check(found.plan)
+        if min(found.memory.values(), default=0) < 0:
+            raise WrongValue(f"memory is {shown(found.memory)}, but must not be negative")
         return found
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; give the folder of a profile") from error
@@ -215,8 +224,16 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
             calibration = explained.calibration
     if cluster is not None:
         here = replace(cluster, contention=here.contention)
-    spreads = {profile.ranks: profile.spread or SPREAD for profile in profiles}
-    return Job(work, here, calibration, last.critical_batch or first.critical_batch, PROFILED, spreads=spreads)
+    knee = last.critical_batch or first.critical_batch
+    # Other links change the step of every number of ranks but one.
+    kept = {at.ranks: (at.length_s, at.spread or SPREAD) for at in profiles if cluster is None or at.ranks == 1}
+    return Job(work, here, calibration, knee, PROFILED, profiled=kept)
+
+
+def on_hosts_of(job: Job, local: int, between: Link | None = None) -> Job:
+    """Return a job that was profiled on one host, with `local` ranks on each host."""
+    cluster = replace(job.cluster, devices_per_host=local, between=between or job.cluster.between)
+    return replace(job, cluster=cluster, profiled={size: at for size, at in job.profiled.items() if size <= local})
 
 
 def _on(profile: Profiled) -> Cluster:

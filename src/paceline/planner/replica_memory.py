@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from paceline.ddp.buckets import CAPACITY
 
 NO_FIT = "needs FSDP2"
+CHECKPOINTED = 8
+"""Activation checkpointing is assumed to divide activations by this."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class ReplicaMemory:
         Args:
             ranks: the number of ranks.
             is_sharded: whether the ranks divide the optimizer's state.
-            parts: number of micro-batches that replace one.
+            parts: the divisor of the activations.
         """
         bucket = min(self.gradients, CAPACITY) if ranks > 1 else 0.0
         state = self.state / ranks if is_sharded else self.state
@@ -36,15 +38,12 @@ class ReplicaMemory:
 
     def remedy(self, ranks: int, capacity: float) -> str:
         """Return the smallest change that makes the replica fit in `capacity` bytes; empty if it fits."""
-        if self.total(ranks) <= capacity:
-            return ""
-        if self.total(ranks, is_sharded=True) <= capacity:
-            return "sharded optimizer"
-        parts = 2
-        while parts <= self.samples:
-            if self.total(ranks, parts=parts) <= capacity:
-                return f"accumulate {parts} batches"
-            parts *= 2
-        # Without activations, weights, gradients and state have to fit.
-        state = self.total(ranks, is_sharded=True) - self.activations
-        return "checkpoint activations" if state <= capacity / 2 else NO_FIT
+        splits = [2**power for power in range(1, int(self.samples).bit_length())]
+        smaller = [(split, f"{split} micro-batches") for split in splits]
+        checkpointed = [(CHECKPOINTED * max(splits, default=1), "checkpointed activations")]
+        for changes in ([(1, "")], smaller, checkpointed):
+            for is_sharded in (False, True):
+                for parts, change in changes:
+                    if self.total(ranks, is_sharded=is_sharded, parts=parts) <= capacity:
+                        return ", ".join(filter(None, ("sharded optimizer" * is_sharded, change)))
+        return NO_FIT

@@ -16,7 +16,7 @@ from statistics import correlation, fmean
 from paceline.core.messages import counted
 from paceline.ddp.options import capacities
 from paceline.planner.predictions import BUCKETS_MIB, Layer, Workload, backward_timeline
-from paceline.planner.profiles import fit
+from paceline.planner.profiles import HOST_LOAD, fit
 from paceline.profiler import step_parts
 from paceline.profiler.facts import (
     FEWEST,
@@ -224,7 +224,7 @@ def host_load(facts: Facts) -> Advice | None:
     if load is None or not load.is_by_others:
         return None
     return Advice(
-        "host-load",
+        HOST_LOAD,
         "Profile again when the host is idle, or give the ranks cores of their own; under this load, advice on "
         "communication and on waiting in turns would be unreliable",
         f"rank {load.rank} was ready to run but had no core for {load.of_others:.0%} of its time because of other "

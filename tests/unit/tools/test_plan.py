@@ -106,8 +106,9 @@ def test_saving_of_half_precision_is_that_of_its_own_plan(planned: Planned, devi
     [
         (("--params", "360M"), None),
         (("--params", "6B"), "sharded optimizer"),
-        (("--params", "1B", "--memory", "110G"), "accumulate 2 batches"),
-        (("--params", "2B", "--memory", "900G"), "checkpoint activations"),
+        (("--params", "1B", "--memory", "110G"), "2 micro-batches"),
+        (("--params", "5B", "--memory", "140G"), "sharded optimizer, 2 micro-batches"),
+        (("--params", "2B", "--memory", "900G"), "checkpointed activations"),
         (("--params", "70B"), "needs FSDP2"),
     ],
 )
@@ -138,9 +139,23 @@ def test_profile_repeats_its_verdict_and_is_certain_where_it_measured(
     assert "Profile of 2 ranks: Rank 1 is slow." in capfd.readouterr().out
     _, two, *_, eight = planned("plan", str(tmp_path), "--devices", "8")["predictions"]
     assert two["interval"][1] - two["interval"][0] < 0.1 < eight["interval"][1] - eight["interval"][0]
+    elsewhere = planned("plan", str(tmp_path), "--devices", "2", "--links", "1gbit-tcp", "--hosts-of", "1")
+    _, two = elsewhere["predictions"]
+    assert two["interval"][1] - two["interval"][0] > 0.1, "other links were not profiled"
 
 
 LOAD = {"kind": "host-load", "text": "Profile again", "reason": "rank 1 had no core", "gain": 0.8}
+
+
+def test_profile_with_too_few_steps_is_refused(refusal: Any, tmp_path: Path) -> None:
+    file = Path(summary(tmp_path), "summary.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"provisional": True}))
+    assert "it has too few steps for a verdict; profile more steps" in refusal("plan", str(tmp_path))
+
+
+def test_profile_is_not_taken_for_another_device(refusal: Any, tmp_path: Path) -> None:
+    options = ("--device", "h100", "--links", "nvlink4,400gbit")
+    assert "the job was profiled on cpu, which is not h100" in refusal("plan", summary(tmp_path), *options)
 
 
 def test_profile_of_a_busy_host_is_refused(refusal: Any, tmp_path: Path) -> None:
@@ -176,14 +191,13 @@ def test_count_that_stops_paying_is_marked(planned: Planned, run: Any, capfd: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            (),
-            "give a profile, or describe the job: --samples-per-second (measured on one device) or --flops, --params, ",
-        ),
+        ((), "the job: --params, --batch, --device, --samples-per-second (measured on one device) or --flops missing"),
         (("--samples-per-second", "10"), "--samples-per-second has measured what --flops estimates; omit --flops"),
         (("--family", "gan"), "--family must be convnet or transformer, not 'gan'"),
         (("--device", "v100", "--precision", "bf16"), "v100 does not compute in bf16; give fp32 or fp16"),
-        (("--price", "2.5Euro"), "--price=2.5Euro is not a positive number"),
+        (("--price", "2.5Euro"), "--price=2.5Euro is not a price; write it as in 2.5 or 2.5USD"),
+        (("--memory", "1G"), "--memory=1G is less than the 2,880,000,000 bytes of weights and gradients"),
+        (("--params", ""), "--params= is not a positive number"),
         (("--device", "abacus"), "unknown device 'abacus'; known devices: "),
         (("--params", "many"), "--params=many is not a positive number; write it as in 360M"),
         (("--precision", "int8"), "--precision must be fp32, tf32, bf16 or fp16, not 'int8'"),
@@ -191,7 +205,7 @@ def test_count_that_stops_paying_is_marked(planned: Planned, run: Any, capfd: py
         (("--devices", "1,x"), "--devices=1,x must be a number from 1 to 1,048,576, or a list"),
         (("--links", "100gbit,nvlink4"), "'100gbit' connects hosts, not devices"),
         (("--links", "nvlink3"), "contradicts --device h100, which has nvlink4"),
-        (("--price", "-1"), "--price=-1 is not a positive number"),
+        (("--price", "-1"), "--price=-1 is not a price"),
         (("--params", "1e308"), "--params=1e308 is out of range; give a value from 1000 to 1e+20"),
         (("--devices", "9" * 5000), "must be a number from 1 to 1,048,576"),
         (("--links", "nvlink4,0gbit"), "'0gbit' is unknown"),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.planner.hardware import Device
     from paceline.planner.predictions import Job
     from paceline.planner.profiles import Profiled
+    from paceline.planner.replica_memory import ReplicaMemory
     from paceline.tools.plan.report import Plan, Price
 
 EXAMPLES = """Examples:
@@ -51,12 +52,14 @@ def _option(metavar: str | None, panel: str, text: str, **settings: Any) -> Any:
     return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **settings)
 
 
+SPEED_OPTION = "--samples-per-second"
 SPEED = "Speed of one device, measured. The normal way if the job was not profiled."
 FLOPS = (
-    "Instead of the speed: FLOPs of a sample, forward and backward; 6 for each parameter and token of a language model."
+    "Use instead of a measured speed: FLOPs of a sample, forward and backward; 6 for each parameter and token of a "
+    "language model."
 )
 FAMILY = "convnet or transformer, for the assumed speed."
-MEMORY = "Peak bytes of a rank, from paceline estimate-memory; by default without activations, with AdamW."
+MEMORY = "Peak bytes of a rank, from paceline estimate-memory; by default those of AdamW without activations."
 LINKS = (
     "Between devices, and of a host: nvlink4,8x400gbit or pcie4,25gbit-tcp; by default the usual ones of the device."
 )
@@ -73,7 +76,7 @@ def plan(
     flops: Annotated[Text, _option("NUMBER", JOB, FLOPS)] = None,
     family: Annotated[Text, _option("NAME", JOB, FAMILY)] = None,
     batch: Annotated[Text, _option("NUMBER", JOB, "Samples per device and step.")] = None,
-    precision: Annotated[Text, _option("NAME", JOB, "fp32, tf32, bf16 or fp16; by default the device's half.")] = None,
+    precision: Annotated[Text, _option("NAME", JOB, "fp32, tf32, bf16 or fp16; by default bf16, if supported.")] = None,
     memory: Annotated[Text, _option("NUMBER", JOB, MEMORY)] = None,
     save_seconds: Annotated[Text, _option("NUMBER", JOB, SAVE)] = None,
     samples: Annotated[Text, _option("NUMBER", JOB, "Samples in an epoch, such as 1.2M.")] = None,
@@ -103,15 +106,16 @@ def plan(
 
     check_chart("--plot", plot)
     counts = _counts(devices)
-    numbers = {"--params": params, "--batch": batch, "--samples-per-second": samples_per_second, "--flops": flops}
+    numbers = {"--params": params, "--batch": batch, SPEED_OPTION: samples_per_second, "--flops": flops}
+    numbers["--memory"] = memory
     if profiles:
-        texts = numbers | {"--precision": precision, "--family": family, "--memory": memory}
-        if given := [name for name, text in texts.items() if text]:
+        texts = numbers | {"--precision": precision, "--family": family}
+        if given := [name for name, text in texts.items() if text is not None]:
             raise UsageError(f"{', '.join(given)} cannot be combined with a profile, which has measured the job")
         plan = _profiled([Path(path) for path in profiles], device, links, hosts_of)
     else:
         local = hosts_of or min(HOST, max(counts))
-        plan = _described(numbers, (precision, family, memory), device, links, local)
+        plan = _described(numbers, precision, family, device, links, local)
     if hosts_of and max(counts) < hosts_of:
         raise UsageError(
             f"--devices {devices} is less than the {hosts_of} devices of one host; give more, or a smaller --hosts-of"
@@ -132,9 +136,10 @@ def _price(text: str | None) -> Price | None:
 
     if text is None:
         return None
-    currency = re.search(r"(?: ?[A-Z]{3})?$", text)
-    assert currency is not None  # may be empty
-    return Price(number("--price", text[: currency.start()]), currency[0].strip() or "price units")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Z]{3})?", text.strip())
+    if found is None or not 1e-9 <= float(found[1]) <= LARGEST:
+        raise UsageError(f"--price={text} is not a price; write it as in 2.5 or 2.5USD")
+    return Price(float(found[1]), found[2] or "price units")
 
 
 def number(option: str, text: str, least: float = 1e-9) -> float:
@@ -173,51 +178,57 @@ def _counts(text: str) -> list[int]:
     return sorted(counts)
 
 
-def _described(
-    numbers: dict[str, str | None], texts: tuple[Text, Text, Text], name: str | None, links: str | None, local: int
-) -> Plan:
+def _described(numbers: dict[str, Text], precision: Text, family: Text, name: Text, links: Text, local: int) -> Plan:
     """Return the job that options describe."""
     from paceline.planner import calibration, hardware
     from paceline.planner.hardware import Cluster
     from paceline.planner.predictions import Job, described
-    from paceline.planner.replica_memory import ReplicaMemory
     from paceline.tools.plan.report import Plan
 
-    precision, family, memory = texts
-    needed = [option for option in ("--params", "--batch") if numbers[option] is None] + ["--device"] * (name is None)
-    if numbers["--samples-per-second"] is None and numbers["--flops"] is None:
-        needed.insert(0, "--samples-per-second (measured on one device) or --flops")
-    if needed:
+    given = {option: text for option, text in (numbers | {"--device": name}).items() if text is not None}
+    needed = [option for option in ("--params", "--batch", "--device") if option not in given]
+    if not given.keys() & {SPEED_OPTION, "--flops"}:
+        needed.append(f"{SPEED_OPTION} (measured on one device) or --flops")
+    if name is None or needed:
         raise UsageError(f"give a profile, or describe the job: {', '.join(needed)} missing")
-    if numbers["--samples-per-second"] and numbers["--flops"]:
-        raise UsageError("--samples-per-second has measured what --flops estimates; omit --flops")
+    if given.keys() >= {SPEED_OPTION, "--flops"}:
+        raise UsageError(f"{SPEED_OPTION} has measured what --flops estimates; omit --flops")
     if family is not None:
         choice("--family", family, tuple(filter(None, calibration.SPEEDS)))
     if precision is not None:
         choice("--precision", precision, hardware.PRECISIONS)
-    kind = hardware.device(name or "", precision or "bf16")
+    kind = hardware.device(name, precision or "bf16")
     precision = precision or kind.half or "fp32"
-    kind.peak(precision)
     inside, between = hardware.links(links or "", kind)
-    params, batch, speed, flops = (
-        number(option, text or "0", FEWEST_PARAMS if option == "--params" else 1e-9) if text else 0.0
-        for option, text in numbers.items()
-    )
+    params, batch = number("--params", given["--params"], FEWEST_PARAMS), number("--batch", given["--batch"])
     known = calibration.SPEEDS[family]
-    rate = kind.flops(precision, known)
-    seconds = batch / speed if speed else flops * batch / rate
-    job = Job(described(params, seconds, kind, batch), Cluster(local, inside, between))
-    assumed = ""
-    if not speed:
+    rate, is_measured = kind.flops(precision, known), SPEED_OPTION in given
+    speed = number(SPEED_OPTION, given[SPEED_OPTION]) if is_measured else rate / number("--flops", given["--flops"])
+    job = Job(described(params, batch / speed, kind, batch), Cluster(local, inside, between))
+    assumed, in_half = "", None
+    if not is_measured:
         job = replace(job, intervals=calibration.ASSUMED, speed=(known.low, known.high))
         assumed = f"{rate / kind.peak(precision):.0%} of the peak of {name} in {precision}"
-    in_half = {}
     if kind.half and kind.peak(kind.half) > kind.peak(precision):
-        in_half[kind.half] = described(params, seconds * rate / kind.flops(kind.half, known), kind, batch)
-    state = ReplicaMemory(4 * params, 4 * params, 8 * params, samples=batch)
-    if memory is not None:
-        state = replace(state, activations=max(0.0, number("--memory", memory) - state.total(2)))
-    return Plan(job, state, kind.capacity, assumed, in_half)
+        faster = kind.flops(kind.half, known) / rate * speed
+        in_half = kind.half, described(params, batch / faster, kind, batch)
+    return Plan(job, _replica(params, batch, given.get("--memory")), kind.capacity, assumed, in_half)
+
+
+def _replica(params: float, batch: float, peak: Text) -> ReplicaMemory:
+    """Return the memory of a replica with AdamW in float32, or of one with the peak that `paceline estimate-memory`
+    printed."""
+    from paceline.planner.replica_memory import ReplicaMemory
+
+    memory = ReplicaMemory(4 * params, 4 * params, 8 * params, samples=batch)
+    if peak is None:
+        return memory
+    rest = number("--memory", peak) - 8 * params
+    if rest < 0:
+        raise UsageError(
+            f"--memory={peak} is less than the {8 * params:,.0f} bytes of weights and gradients; give a rank's peak"
+        )
+    return replace(memory, state=min(rest, memory.state), activations=max(0.0, rest - memory.state))
 
 
 def _profiled(paths: list[Path], name: str | None, links: str | None, local: int | None) -> Plan:
@@ -230,6 +241,11 @@ def _profiled(paths: list[Path], name: str | None, links: str | None, local: int
     summaries = sorted(map(from_summary, paths), key=lambda summary: summary.plan.ranks)
     last, held = summaries[-1].plan, summaries[-1].memory
     kind = hardware.device(name) if name else hardware.device_or_unknown(last.device)
+    if name and kind.name != hardware.device_or_unknown(last.device).name:
+        raise UsageError(
+            f"--device {name}: the job was profiled on {last.device}, which is not {kind.name}; profile it there, or "
+            f"describe it with {SPEED_OPTION}"
+        )
     job = _on_links([summary.plan for summary in summaries], kind, name, links, local)
     weights, gradients, state = (held.get(part, 0) for part in ("parameters", "gradients", "optimizer"))
     memory = ReplicaMemory(weights, gradients, state, samples=last.samples / last.micro_batches)
@@ -247,7 +263,7 @@ def _profiled(paths: list[Path], name: str | None, links: str | None, local: int
 def _on_links(profiles: list[Profiled], kind: Device, name: str | None, links: str | None, local: int | None) -> Job:
     from paceline.planner import hardware
     from paceline.planner.hardware import Cluster
-    from paceline.planner.profiles import from_profiles
+    from paceline.planner.profiles import from_profiles, on_hosts_of
 
     last = profiles[-1]
     if links is None:
@@ -258,11 +274,10 @@ def _on_links(profiles: list[Profiled], kind: Device, name: str | None, links: s
             return job
         if last.hosts == 1:
             raise UsageError("--hosts-of needs --links for the network between hosts: the profile was made on one host")
-        return replace(job, cluster=replace(job.cluster, devices_per_host=local))
+        return on_hosts_of(replace(job, profiled={}), local)
     inside, between = hardware.links(links, kind)
     local = local or math.ceil(last.ranks / last.hosts)
     is_named = inside != hardware.inside_link("", kind)
     if last.link() is None or last.hosts > 1 or is_named:
         return from_profiles(profiles, Cluster(local, inside, between, cores=last.cores))
-    job = from_profiles(profiles)
-    return replace(job, cluster=replace(job.cluster, devices_per_host=local, between=between))
+    return on_hosts_of(from_profiles(profiles), local, between)

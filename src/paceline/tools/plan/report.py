@@ -34,8 +34,8 @@ class Plan:
     """Bytes of a device's memory; infinite if unknown."""
     assumed: str = ""
     """The assumed speed of a device; empty if it was measured."""
-    in_half: dict[str, Workload] = field(default_factory=dict)
-    """The same step in the device's half precision, by its name, if that is faster."""
+    in_half: tuple[str, Workload] | None = None
+    """The device's half precision, and the same step in it, if that is faster."""
     headlines: dict[str, str] = field(default_factory=dict)
     """The headline of each profile, by its number of ranks."""
     unreliable: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Entry:
     memory: float
     """Bytes on a device."""
     remedy: str
-    """The smallest change that makes the replica fit; empty if it fits."""
+    """The smallest change that makes the replica fit; empty if it fits. Times and costs do not include it."""
     epoch_s: float | None
     """Seconds of an epoch, without time lost to failures; None if its samples are unknown, or if nothing fits."""
     cost: float | None
@@ -93,10 +93,9 @@ def look_ahead(
         is_possible = remedy != NO_FIT
         seconds = prediction.seconds(samples) if samples and is_possible else None
         cost = price.value * count * prediction.seconds(samples or 1e6) / 3600 if price and is_possible else None
-        entries.append(
-            Entry(prediction, goodput_on(job.cluster.hosts(count)), plan.memory.total(count), remedy, seconds, cost)
-        )
-    stops = stops_paying(job, max(counts))
+        goodput = goodput_on(job.cluster.hosts(count))
+        entries.append(Entry(prediction, goodput, plan.memory.total(count), remedy, seconds, cost))
+    stops = stops_paying(job, max(counts), lambda count: goodput_on(job.cluster.hosts(count)).useful)
     changed_on = min(2 * stops, max(counts)) if stops else max(counts)
     changed = effects(job, changed_on, plan.in_half) if changed_on > 1 else {}
     predictions = [entry.prediction for entry in entries]
@@ -134,37 +133,45 @@ def _row(entry: Entry) -> dict[str, Any]:
         "devices": made.ranks,
         "hosts": entry.goodput.hosts,
         "step_s": step.length_s,
-        "step_s_interval": list(_ends(made, step.length_s)),
+        "step_s_interval": _ends(made, step.length_s),
         **asdict(step),
         "samples_per_s": made.samples_per_s,
         "samples_per_s_interval": [made.samples_per_s * made.slowest, made.samples_per_s * made.fastest],
         "efficiency": made.efficiency,
         "interval": [made.low, made.high],
         "progress_per_sample": made.progress,
-        "memory": entry.memory,
-        "fits": not entry.remedy,
+        "memory": entry.memory or None,
+        "fits": not entry.remedy if entry.memory else None,
         "remedy": entry.remedy or None,
         "goodput": asdict(entry.goodput),
         "epoch_s": entry.epoch_s,
+        "epoch_s_interval": entry.epoch_s and _ends(made, entry.epoch_s),
         "cost": entry.cost,
+        "cost_interval": entry.cost and _ends(made, entry.cost),
     }
 
 
 def plot_outlook(outlook: Outlook) -> Figure:
     """Draw efficiency with its interval and the rule of thumb, throughput, cost, and time against cost, if known."""
-    entries = outlook.entries
-    counts = [entry.prediction.ranks for entry in entries]
-    lines = [("samples per second", [entry.prediction.samples_per_s for entry in entries])]
-    if costs := [math.nan if entry.cost is None else entry.cost for entry in entries if outlook.price]:
-        lines.append((_cost_title(outlook), costs))
+    predictions = [entry.prediction for entry in outlook.entries]
+    counts = [made.ranks for made in predictions]
+    rates = [made.samples_per_s for made in predictions]
+    bounds = [(made.samples_per_s * made.slowest, made.samples_per_s * made.fastest) for made in predictions]
+    lines = [("samples per second", rates, bounds)]
+    costs = [math.nan if entry.cost is None else entry.cost for entry in outlook.entries]
+    if not all(map(math.isnan, costs)):
+        ends = [_ends(made, cost) for made, cost in zip(predictions, costs, strict=True)]
+        lines.append((_cost_title(outlook), costs, [(low, math.nan if high is None else high) for low, high in ends]))
     if outlook.trainings:
-        lines.append(("training to the same loss", [training.time for training in outlook.trainings]))
+        times = [training.time for training in outlook.trainings]
+        lines.append(("training to the same loss", times, [(time, time) for time in times]))
     figure = new_figure(7, 4 + 2.5 * len(lines))
     first, *others = figure.subplots(1 + len(lines), 1, sharex=True, height_ratios=[1.6] + [1] * len(lines))
     _efficiency(first, outlook, counts)
     others[0].set_yscale("log")
-    for axes, (name, values) in zip(others, lines, strict=True):
+    for axes, (name, values, bounds) in zip(others, lines, strict=True):
         axes.plot(counts, values, "o-", color="C0", markersize=3)
+        axes.fill_between(counts, *zip(*bounds, strict=True), color="C0", alpha=0.2, linewidth=0)
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
     if outlook.trainings:
@@ -194,7 +201,7 @@ def _efficiency(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
         if first <= max(counts):
             ends, label = [first, min(last or math.inf, max(counts))], "rule of thumb" if first == 2 else None
             axes.fill_between(ends, low, high, color="C1", alpha=0.3, linewidth=0, label=label)
-    bounds = [one.low for one in predictions], [min(1.0, one.high) for one in predictions]
+    bounds = [one.low for one in predictions], [one.high for one in predictions]
     axes.fill_between(counts, *bounds, color="C0", alpha=0.2, linewidth=0, label="80 % interval")
     axes.plot(counts, [one.efficiency for one in predictions], "o-", color="C0", markersize=3, label="predicted")
     if outlook.stops_paying is not None:
@@ -243,8 +250,8 @@ def table(outlook: Outlook) -> Table:
             f"{entry.goodput.hosts:,}",
             _span(digits, made.samples_per_s * made.slowest, made.samples_per_s * made.fastest),
             f"{made.efficiency:.1%}",
-            f"{made.low:.0%} to {min(made.high, 1.0):.0%}" if made.ranks > 1 else "",
-            nbytes(entry.memory) + (f": {entry.remedy}" if entry.remedy else ""),
+            f"{made.low:.0%} to {made.high:.0%}" if made.ranks > 1 else "",
+            (nbytes(entry.memory) if entry.memory else "") + (f": {entry.remedy}" if entry.remedy else ""),
             f"{entry.goodput.useful:.1%}",
         ]
         for is_shown, value, text in ((outlook.samples, entry.epoch_s, duration), (outlook.price, entry.cost, digits)):
@@ -254,7 +261,9 @@ def table(outlook: Outlook) -> Table:
     return result
 
 
-def _span(text: Callable[[float], str], low: float, high: float) -> str:
+def _span(text: Callable[[float], str], low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return f"at least {text(low or 0.0)}"
     return text(low) if low == high else f"{text(low)} to {text(high)}"
 
 
@@ -270,29 +279,33 @@ def times_table(outlook: Outlook) -> Table:
     return result
 
 
-def _ends(made: Prediction, value: float) -> tuple[float, float]:
-    """Return the 80 % interval of a time or a cost."""
-    return value / made.fastest, value / max(made.slowest, 1e-9)
+def _ends(made: Prediction, value: float) -> tuple[float, float | None]:
+    """Return the 80 % interval of a time or a cost; None if it has no upper end."""
+    return value / made.fastest, value / made.slowest if made.slowest else None
 
 
 def notes(outlook: Outlook) -> list[str]:
     """Return what the table does not say."""
     cluster, last = outlook.plan.job.cluster, outlook.entries[-1]
     most, stops = last.prediction.ranks, outlook.stops_paying
-    lines = [f"Doubling the devices pays up to {most:,}, the largest number in this plan."]
+    lines = [f"Doubling the devices pays up to {most:,}, the largest number in this plan."] * (most > 1)
     if stops is not None:
         on = counted(f"{stops:,}", "device")
         lines = [f"Stops paying at {on}: twice as many are less than {WORTH} times as fast."]
     if outlook.plan.assumed:
         low, high = outlook.plan.job.speed
         lines.append(
-            f"The speed of a device is assumed: {outlook.plan.assumed}. Four of five published speeds are {low:.2g} to "
-            f"{high:.2g} times that. Measure one device, and give --samples-per-second."
+            f"The speed of a device is assumed: {outlook.plan.assumed}. 80 % of published speeds are {low:.2g} to "
+            f"{high:.2g} times this value. Measure one device, and give --samples-per-second."
         )
-    lines += [f"Profile of {ranks}: {headline}" for ranks, headline in outlook.plan.headlines.items()]
+    if outlook.effects and outlook.plan.in_half:
+        lines.append(f"The saving by {outlook.plan.in_half[0]} precision is that of published speeds.")
+    for ranks, headline in outlook.plan.headlines.items():
+        lines.append(f"Profile of {ranks}: {''.join(filter(str.isprintable, headline))}")
     if any(entry.remedy for entry in outlook.entries):
         lines.append(
-            f"The memory of a device is {nbytes(outlook.plan.capacity)}; a replica that does not fit is marked."
+            f"A replica that does not fit in the {nbytes(outlook.plan.capacity)} of a device is marked with a change "
+            "that makes it fit. Times and costs are without that change."
         )
     if last.goodput.hosts > 1:
         local = f", with {cluster.devices_per_host} devices over {cluster.inside.name}"
