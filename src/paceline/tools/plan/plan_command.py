@@ -105,7 +105,7 @@ def plan(
     from paceline.tools.plan.report import look_ahead, report
 
     check_chart("--plot", plot)
-    counts = _counts(devices)
+    counts = _counts(devices, hosts_of or 1)
     numbers = {"--params": params, "--batch": batch, SPEED_OPTION: samples_per_second, "--flops": flops}
     numbers["--memory"] = memory
     if profiles:
@@ -116,10 +116,6 @@ def plan(
     else:
         local = hosts_of or min(HOST, max(counts))
         plan = _described(numbers, precision, family, device, links, local)
-    if hosts_of and max(counts) < hosts_of:
-        raise UsageError(
-            f"--devices {devices} is less than the {hosts_of} devices of one host; give more, or a smaller --hosts-of"
-        )
     refusal = "; ".join(f"the profile of {ranks} is unreliable: {why}" for ranks, why in plan.unreliable.items())
     if refusal and not json:
         raise UsageError(refusal)
@@ -167,12 +163,16 @@ def _goodput(job: Job, numbers: dict[str, str | None]) -> Callable[[int], Goodpu
     )
 
 
-def _counts(text: str) -> list[int]:
+def _counts(text: str, local: int) -> list[int]:
     """Return the numbers of devices: those in a list, or powers of two up to a single number."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,6}", word) and int(word) <= MOST for word in words):
         raise UsageError(f"--devices={text} must be a number from 1 to {MOST:,}, or a list such as 1,8,64")
     counts = {int(word) for word in words}
+    if max(counts) < local:
+        raise UsageError(
+            f"--devices {text} is less than the {local} devices of one host; give more, or a smaller --hosts-of"
+        )
     if len(words) == 1:
         counts |= {2**power for power in range(max(counts).bit_length())}
     return sorted(counts)
