@@ -362,10 +362,7 @@ def _keep_own_settings(world: World, step: int, matches: Sequence[Match]) -> Non
         if isinstance(match.entry.object, LRScheduler):
             follow(match.entry.object)
     if changes and world.rank == 0:
-        warn(
-            f"this run's settings are kept: {'; '.join(changes)} in the checkpoint of step {step}",
-            CheckpointWarning,
-        )
+        warn(f"this run's settings are kept: {'; '.join(changes)} in the checkpoint of step {step}", CheckpointWarning)
 
 
 def _put_back(undo: Iterable[_Previous], step: int) -> None:

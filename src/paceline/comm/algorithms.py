@@ -99,11 +99,7 @@ def halving_doubling_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM,
 
 
 def hierarchical_all_reduce(
-    tensor: Tensor,
-    *,
-    op: ReduceOp.RedOpType = SUM,
-    group: Any = None,
-    hosts: Sequence[Hashable] | None = None,
+    tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, hosts: Sequence[Hashable] | None = None
 ) -> None:
     """All-reduce in rings: within hosts, across hosts, and within hosts again.
 

@@ -99,14 +99,7 @@ def nccl_of(group: Any) -> Any:
     return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
 
 
-def attach_nccl(
-    group: Any,
-    parent: Any,
-    ranks: Sequence[int],
-    store: Store,
-    name: str,
-    timeout: timedelta,
-) -> None:
+def attach_nccl(group: Any, parent: Any, ranks: Sequence[int], store: Store, name: str, timeout: timedelta) -> None:
     """Add a new NCCL communicator to `group`, for its CUDA tensors; `group` has the same `ranks` as `parent`.
 
     It is split from the parent's communicator if the parent is bound to a device, because then all ranks already have

@@ -4,8 +4,4 @@ from paceline.data.loader import DataLoader
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.stream import GlobalBatchStream
 
-__all__ = [
-    "DataLoader",
-    "GlobalBatchSampler",
-    "GlobalBatchStream",
-]
+__all__ = ["DataLoader", "GlobalBatchSampler", "GlobalBatchStream"]

@@ -16,10 +16,7 @@ Cost = Sequence[float] | torch.Tensor | Callable[[Any], float]
 
 
 def split_by_cost(
-    costs: Sequence[float],
-    world_size: int,
-    loads: Sequence[float] | None = None,
-    speeds: Sequence[float] | None = None,
+    costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None, speeds: Sequence[float] | None = None
 ) -> tuple[list[list[int]], list[float]]:
     """Split samples among ranks by the longest-processing-time rule.
 
@@ -61,10 +58,7 @@ def split_by_cost(
 
 
 def split_by_padded_cost(
-    costs: Sequence[float],
-    world_size: int,
-    loads: Sequence[float] | None = None,
-    speeds: Sequence[float] | None = None,
+    costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None, speeds: Sequence[float] | None = None
 ) -> tuple[list[list[int]], list[float]]:
     """Split samples among ranks for padded batches, whose cost is their number of samples times their largest cost.
 

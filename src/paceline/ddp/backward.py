@@ -56,10 +56,7 @@ class PendingForwards:
     """The latest backward pass whose gradients are ignored; the reference restores ``p.grad`` after an exception."""
 
     def __init__(
-        self,
-        ledger: Ledger,
-        parameters: Callable[[], Sequence[Tensor]],
-        reached: Callable[[Forward, Tensor], None],
+        self, ledger: Ledger, parameters: Callable[[], Sequence[Tensor]], reached: Callable[[Forward, Tensor], None]
     ) -> None:
         self.is_unseen = False
         self._ledger, self._parameters = ledger, parameters

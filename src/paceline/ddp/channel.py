@@ -60,11 +60,7 @@ deadlock. Another such generator runs it with ``yield from``, which returns the 
 """
 
 
-def open_channel(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    caller: str = "DistributedDataParallel(…)",
-) -> Channel:
+def open_channel(group: dist.ProcessGroup, device: torch.device, caller: str = "DistributedDataParallel(…)") -> Channel:
     """Open a channel between the ranks of `group` for gradients on `device`. All ranks call this together."""
     on_cpu = device.type == "cpu"
     # Use the group's own backend, which may differ from the default group's.

@@ -50,10 +50,7 @@ from paceline.errors import CommunicationError, HookError, PacelineError, UsageE
 Hook = Callable[[Any, Any], Any]
 _ZERO = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 _ANY = (inspect.Parameter.empty, Any, object)
-_BUILTIN = {
-    Builtin.ALLREDUCE: default_hooks.allreduce_hook,
-    Builtin.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-}
+_BUILTIN = {Builtin.ALLREDUCE: default_hooks.allreduce_hook, Builtin.FP16_COMPRESS: default_hooks.fp16_compress_hook}
 
 
 def name_of(hook: object) -> str:

@@ -123,12 +123,7 @@ class Connection:
 
 
 def connect(
-    wrapper: TorchDDP,
-    replica: Replica,
-    options: Options,
-    on_change: OnChange,
-    *,
-    makes_equal: bool,
+    wrapper: TorchDDP, replica: Replica, options: Options, on_change: OnChange, *, makes_equal: bool
 ) -> Connection:
     """Open a channel between the ranks, make their replicas equal, and start averaging; called by all ranks.
 
@@ -178,10 +173,7 @@ def connect(
 
 
 def _extensions_of(
-    reducer: Reducer,
-    options: Options,
-    joined_steps: JoinedSteps,
-    replica_check: ReplicaCheck,
+    reducer: Reducer, options: Options, joined_steps: JoinedSteps, replica_check: ReplicaCheck
 ) -> list[Extension]:
     """Return the extensions for the rare cases of a step, in the order of their calls."""
     channel, trained = reducer.channel, reducer.trained

@@ -286,11 +286,7 @@ class Exchange:
         return backward.digests_agree or any(status.compares for status in statuses)
 
     def _publish(
-        self,
-        backward: Backward,
-        averages: Sequence[Tensor],
-        out_of_bucket: Mapping[int, Tensor],
-        absent: Sequence[int],
+        self, backward: Backward, averages: Sequence[Tensor], out_of_bucket: Mapping[int, Tensor], absent: Sequence[int]
     ) -> None:
         """Set ``p.grad`` to the average: a bucket view, a tensor in `out_of_bucket`, or None if `absent`."""
         if self._extensions.show or self._buckets.unbucketed or out_of_bucket:

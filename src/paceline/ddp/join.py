@@ -198,7 +198,7 @@ def _warn_of_stale_state(stale: list[int], steps: list[int], source: int) -> Non
     where = ", ".join(f"rank {rank} after {steps[rank]}" for rank in stale)
     warn(
         f"data ran out on {where} of {steps[source]} optimizer steps, and the optimizer's state there is outdated, "
-        "so replicas will differ after the next step; use join(optimizers=[optimizer]) to bring it up to date",
+        "so replicas will differ after the next step; use join(optimizers=[optimizer]) to bring it up to date"
     )
 
 

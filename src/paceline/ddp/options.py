@@ -121,9 +121,7 @@ def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def check_devices(
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-    device: torch.device,
+    device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None, device: torch.device
 ) -> torch.device | None:
     """Return the device that inputs are moved to: the one in `device_ids`, if given."""
     ids = list(device_ids or [])

@@ -33,10 +33,7 @@ class RankProcesses:
     """
 
     def __init__(
-        self,
-        processes: Mapping[int, Any],
-        error_files: Mapping[int, str],
-        note_failure: Callable[[], None],
+        self, processes: Mapping[int, Any], error_files: Mapping[int, str], note_failure: Callable[[], None]
     ) -> None:
         self.ends: dict[int, End] = {}
         """How ranks ended, by rank; filled as they exit."""

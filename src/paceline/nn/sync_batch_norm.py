@@ -209,7 +209,7 @@ def _converted(cls: type[SyncBatchNorm], module: AnyBatchNorm, group: Any) -> Sy
     if old_class.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         warn(
             f"{old_class.__name__} has its own forward, which is lost when the layer becomes a SyncBatchNorm; if it "
-            "does more than normalize, move the rest into a separate layer",
+            "does more than normalize, move the rest into a separate layer"
         )
     converted = cls.__new__(cls)
     # Copies the module's whole state, including its containers. Without __init__, which would create new parameters.

@@ -257,10 +257,7 @@ def validate_step(
 
 
 def describe_groups(
-    optimizer_class: type[Optimizer],
-    by: str,
-    master_dtype: torch.dtype | None,
-    groups: Sequence[Mapping[str, Any]],
+    optimizer_class: type[Optimizer], by: str, master_dtype: torch.dtype | None, groups: Sequence[Mapping[str, Any]]
 ) -> list[Any]:
     """Describe the optimizer, settings and parameters as plain values, which must be equal on every rank."""
     return [

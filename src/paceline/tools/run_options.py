@@ -74,14 +74,7 @@ def add_own_options(parser: ArgumentParser) -> None:
 
 def help_parser() -> ArgumentParser:
     """Return the parser that prints the help: Paceline's options and torchrun's most common options."""
-    parser = ArgumentParser(
-        "paceline run",
-        USAGE,
-        ABOUT,
-        TORCHRUNS,
-        formatter_class=LinesFormatter,
-        add_help=False,
-    )
+    parser = ArgumentParser("paceline run", USAGE, ABOUT, TORCHRUNS, formatter_class=LinesFormatter, add_help=False)
     add_own_options(parser)
     failures = parser._action_groups[-1]
     failures.add_argument("--max-restarts", type=int, metavar="N", help=MAX_RESTARTS_HELP)

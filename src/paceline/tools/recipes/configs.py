@@ -64,9 +64,7 @@ class TrainingOptions(ProgramConfig):
     seed: int = option(0, "Seed of weights and sample order.")
     micro_batches: int = option(1, "Micro-batches per step; more of them need less memory.")
     virtual_ranks: int | None = option(
-        None,
-        "Slices per global batch, a power of two: the same bits on any number of ranks that divides V.",
-        "V",
+        None, "Slices per global batch, a power of two: the same bits on any number of ranks that divides V.", "V"
     )
     sharded: bool = option(False, "Shard the optimizer's state over the ranks.")
     evaluate_every: int | None = option(None, "Steps between evaluations. Default: one epoch.")
