@@ -165,19 +165,29 @@ def rank_environment(job: Job) -> dict[str, str]:
     return environment
 
 
+def group_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return torchrun's environment variables for one rank of a process group on one host, with the store at `port`."""
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        # Tells torch that this process serves the store. Otherwise, rank 0 would try to open one at the same port.
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+    }
+
+
 def torchrun_environment(job: Job, rank: int, size: int, port: int) -> dict[str, str]:
     """Return torchrun's environment variables for one of `size` ranks on one host."""
     variables = {
-        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
-        "GROUP_RANK": "0",
+        **group_environment(rank, size, port),
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": job.role,
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts or 0),
         "TORCHELASTIC_RUN_ID": job.run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": str(True),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
     if job.virtual_local_rank:  # each rank sees only one GPU

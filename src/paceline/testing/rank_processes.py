@@ -40,7 +40,7 @@ from paceline.core.stacks import is_users
 from paceline.errors import UsageError
 from paceline.launch import stack_dump
 from paceline.launch.child import die_with
-from paceline.launch.job import LOOPBACK, loopback_listener, loopback_store
+from paceline.launch.job import group_environment, loopback_listener, loopback_store
 from paceline.testing.recorded_collectives import ONE_TO_ONE, Calls, Note, unmatched
 
 START_S = 120.0
@@ -337,15 +337,7 @@ def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoRet
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
     """Return torchrun's environment variables for a rank on a single host, with the store at `port`."""
-    settings = {
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        # Tells torch that the test process serves the store. Otherwise, rank 0 would try to open one at the same port.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    settings = group_environment(rank, size, port)
     if sys.platform == "linux":
         # By default Gloo resolves the host's name, which may fail. Only on Linux is the loopback interface named lo.
         settings["GLOO_SOCKET_IFNAME"] = "lo"

@@ -20,12 +20,12 @@ from paceline.errors import PacelineError
 from paceline.launch.fork_client import ForkedRank
 from paceline.launch.hook.run_module import module_command
 from paceline.launch.job import (
-    LOOPBACK,
     Job,
     LoopbackStores,
     black_boxes,
     child_arguments,
     fork_server,
+    group_environment,
     rank_environment,
     timeout_environment,
 )
@@ -77,9 +77,7 @@ class Process:
     def close(self) -> None:
         """Close the connection and the pipe."""
         self.connection.close()
-        if self.output >= 0:
-            os.close(self.output)
-            self.output = -1
+        os.close(self.output)
 
 
 class Processes:
@@ -106,14 +104,11 @@ class Processes:
             files = self._resources.enter_context(closing(RankFiles(Logs())))
             slots: dict[int, dict[str, str]] = {rank: {} for rank in range(start.nproc)}
             files.reify(slots)
-            common = {**os.environ, **rank_environment(job), **env, STORE: stores.private}
-            common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(stores.port), "GROUP_RANK": "0"}
-            # The kernel hosts the store at MASTER_PORT. Without this variable, rank 0 would host a second one.
-            common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(start.nproc)}
-            common |= {"LOCAL_WORLD_SIZE": str(start.nproc)}
-            common[FOLDER] = str(self.boxes.path)
+            common = {**os.environ, **rank_environment(job), **env}
+            common |= {STORE: stores.private, FOLDER: str(self.boxes.path)}
             self._environments = {
-                rank: {**common, **slots[rank], "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in slots
+                rank: {**common, **slot, **group_environment(rank, start.nproc, stores.port)}
+                for rank, slot in slots.items()
             }
             self._server = self._resources.enter_context(closing(fork_server(job)))
         except BaseException:
