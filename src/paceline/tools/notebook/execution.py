@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from paceline.core.host import busy_seconds
-from paceline.core.missing_ranks import named_ranks
+from paceline.core.missing_ranks import named_ranks, ranks_by_value
 from paceline.errors import PacelineError
 from paceline.launch import hang_detection
 from paceline.launch.hang_detection import ENGINE, PLACE, waiting_frames
@@ -269,14 +269,14 @@ def problem(outcome: Outcome, size: int) -> Shown | None:
     )
     consequences = {rank: failure for rank, failure in failures.items() if rank not in causes}
     lines: list[str] = []
-    for failure, ranks in _grouped(causes):
+    for failure, ranks in ranks_by_value(sorted(causes.items())).items():
         lines += [f"{_who(ranks, size)} raised {failure.name}:", *failure.trace]
     for rank, how in sorted(outcome.deaths.items()):
         if rank not in outcome.killed:
             lines.append(f"rank {rank} died: {how}")
         elif rank not in outcome.waits:
             lines.append(f"rank {rank} ignored the interrupt and was killed")
-    for failure, ranks in _grouped(consequences):
+    for failure, ranks in ranks_by_value(sorted(consequences.items())).items():
         first = failure.message.strip().partition("\n")[0]
         lines.append(f"{_who(ranks, size)} failed as a result ({failure.name}: {first})")
     for rank, where in sorted(outcome.waits.items()):
@@ -302,15 +302,6 @@ def replaced(ranks: list[int], size: int) -> list[str]:
         return [f"{group}; variables are kept"]
     who = _who(ranks, size)
     return [f"{who} restarted without variables: rerun the cells that define them. {group.capitalize()}"]
-
-
-def _grouped(failures: dict[int, Failure]) -> list[tuple[Failure, list[int]]]:
-    """Return each distinct failure with its ranks, ordered by lowest rank."""
-    groups: dict[tuple[str, ...], tuple[Failure, list[int]]] = {}
-    for rank, failure in sorted(failures.items()):
-        key = (failure.name, failure.message, *failure.trace)
-        groups.setdefault(key, (failure, []))[1].append(rank)
-    return list(groups.values())
 
 
 def _who(ranks: list[int], size: int) -> str:
