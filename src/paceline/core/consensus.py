@@ -14,22 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline import errors
 from paceline.core import strict_json
 from paceline.core.missing_ranks import collective
 from paceline.core.world import World, current
+from paceline.errors import CheckpointError, CheckpointMismatch, DesyncError, NoCheckpoint, PacelineError, UsageError
 
 _LIMIT = 2**40
 """Maximum message size in bytes. Effectively unlimited, because only our own ranks send messages."""
-_KINDS: dict[str, type[errors.PacelineError]] = {
-    kind.__name__: kind
-    for kind in (
-        errors.UsageError,
-        errors.CheckpointMismatch,
-        errors.CheckpointError,
-        errors.NoCheckpoint,
-        errors.DesyncError,
-    )
+_KINDS: dict[str, type[PacelineError]] = {
+    kind.__name__: kind for kind in (UsageError, CheckpointMismatch, CheckpointError, NoCheckpoint, DesyncError)
 }
 
 
@@ -146,5 +139,5 @@ def _report(error: BaseException) -> dict[str, str]:
     return {"error": "CheckpointError", "message": f"{type(error).__name__}: {error}"}
 
 
-def _error(report: dict[str, str]) -> errors.PacelineError:
+def _error(report: dict[str, str]) -> PacelineError:
     return _KINDS[report["error"]](report["message"])
