@@ -20,7 +20,7 @@ class Calibration:
     """Further factor if copies between the devices of a host pass through its memory."""
     between: float = 0.865
     """The same as `inside`, between hosts."""
-    tcp: float = 3.57e+09
+    tcp: float = 3.57e09
     """Bytes per second of a host over TCP, even if its network is faster."""
     cpu: float = 1.1e-09
     """Seconds per byte that the cores of a host reduce, if the devices do not."""
