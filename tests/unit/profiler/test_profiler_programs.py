@@ -130,7 +130,7 @@ def test_single_rank_also_measures_its_layers(world: World, tmp_path: Path) -> N
         step(model, sgd(model), 12)
     hooks = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters()]
     assert hooks == [0] * 6, "the profiler's hooks are removed"
-    plan = from_summary(tmp_path)
+    plan = from_summary(tmp_path).plan
     assert sorted(nbytes for _, nbytes in plan.layers[:2]) == [4 * 2, 4 * 2 * 64]
     assert sorted(nbytes for _, nbytes in plan.layers[2:]) == [4 * 64, 4 * 32 * 64]
     assert min(seconds for seconds, _ in plan.layers) >= 0
