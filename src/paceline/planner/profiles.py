@@ -22,7 +22,7 @@ PLAN = "plan"
 HOST_LOAD = "host-load"
 """The kind of advice that a profile made beside other programs contains."""
 SPREAD = 0.03
-"""Relative standard error of a step time, if the profile has too few steps to estimate it."""
+"""Least relative standard error of a step time, because runs of the same job differ even if each of them is steady."""
 MOST_RANKS = MOST_LAYERS = 2**20
 """Limits of a profile."""
 
@@ -226,7 +226,7 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
         here = replace(cluster, contention=here.contention)
     knee = last.critical_batch or first.critical_batch
     # Other links change the step of every number of ranks but one.
-    kept = {at.ranks: (at.length_s, at.spread or SPREAD) for at in profiles if cluster is None or at.ranks == 1}
+    kept = {at.ranks: (at.length_s, max(at.spread, SPREAD)) for at in profiles if cluster is None or at.ranks == 1}
     return Job(work, here, calibration, knee, PROFILED, profiled=kept)
 
 

@@ -91,6 +91,15 @@ def test_assumed_speed_has_an_interval_and_says_so(planned: Planned, run: Any, c
     assert "cost of an epoch (EUR)" in printed
 
 
+def test_interval_without_an_end_says_so(planned: Planned, run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    slow = (*DESCRIBED, "--links", "pcie4", "--batch", "1", "--price", "2", "--devices", "2")
+    assert planned(*slow)["predictions"][1]["cost_interval"][1] is None
+    assert run(*slow) == 0
+    printed = capfd.readouterr().out
+    assert " up to " in printed
+    assert " at least " in printed
+
+
 @pytest.mark.parametrize("device", ["v100", "a100"])
 def test_saving_of_half_precision_is_that_of_its_own_plan(planned: Planned, device: str) -> None:
     job = ("plan", "--params", "25M", "--flops", "24G", "--batch", "128", "--devices", "8", "--device", device)

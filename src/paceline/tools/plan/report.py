@@ -261,9 +261,11 @@ def table(outlook: Outlook) -> Table:
     return result
 
 
-def _span(text: Callable[[float], str], low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        return f"at least {text(low or 0.0)}"
+def _span(text: Callable[[float], str], low: float, high: float | None) -> str:
+    if high is None:
+        return f"at least {text(low)}"
+    if not low:
+        return f"up to {text(high)}"
     return text(low) if low == high else f"{text(low)} to {text(high)}"
 
 
