@@ -98,14 +98,14 @@ def benchmarks_page(results: Path) -> str:
 
 
 def json_page(file: Path) -> str:
-    """Return the page on JSON output: a table of fields for each command."""
+    """Return the page on JSON output: a list of fields for each command."""
     parts = [
         "# JSON output\n\nEvery document begins with its version, which changes if a field is removed or gets another "
         "meaning, but not if a field is added. A word in capitals stands for keys that depend on the run.\n"
     ]
     for command, described in json.loads(file.read_text("utf-8")).items():
-        rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in described["fields"].items())
-        parts.append(f"## `{command}`\n\n{described['about']}\n\n| field | meaning |\n|---|---|\n{rows}")
+        fields = (f"- `{name}`" + f": {meaning}" * bool(meaning) for name, meaning in described["fields"].items())
+        parts.append(f"## `{command}`\n\n{described['about']}\n\n" + "\n".join(fields) + "\n")
     return "\n".join(parts)
 
 
