@@ -114,6 +114,7 @@ _NAMES = {
     ),
     "planner.profiles": "Profiled fit from_profiles from_summary",
     "planner.replica_memory": "ReplicaMemory",
+    "profiler.__main__": "stop=stop_profiled",
     "profiler.advice": "Advice",
     "profiler.analyze": "Report read_facts report_of summary",
     "profiler.chrome_trace": "trace_events",

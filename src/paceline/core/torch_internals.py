@@ -26,7 +26,7 @@ import torch.utils.data.dataloader
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # intercepts every operator
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -133,6 +133,10 @@ def content_of(tensors: Sequence[Tensor]) -> int:
     Hooks and autograd nodes move with the content. The first tensor is enough: modules swap all parameters or none.
     """
     return tensors[0]._cdata if tensors else 0
+
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of operators that read values of tensors inside :func:`without_memory`."""
 
 
 @contextmanager

@@ -132,6 +132,7 @@ class Summary:
     """The parts of a profile's ``summary.json`` that a plan uses."""
 
     plan: Profiled
+    version: int = 1
     headline: str = ""
     provisional: bool = False
     advice: list[Stated] = field(default_factory=list)
@@ -153,6 +154,8 @@ def from_summary(path: Path) -> Summary:
         if not isinstance(summary, dict) or not isinstance(summary.get(PLAN), dict):
             raise WrongValue(f"it has no object {PLAN!r}, which a profile with at least one measured step has")
         found: Summary = instance_of(Summary, summary)
+        if found.version != 1:
+            raise WrongValue(f"it has version {found.version}, but this Paceline reads version 1")
         _check(found.plan)
         if min(found.memory.values(), default=0) < 0:
             raise WrongValue(f"memory is {shown(found.memory)}, but must not be negative")

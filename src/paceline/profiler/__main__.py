@@ -8,19 +8,36 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from paceline.profiler.environment import run_program
+from paceline.profiler.host_load import CollectorPauses
 from paceline.profiler.recorder import Session
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """End the program, but not inside a callback of the garbage collector, which ignores exceptions.
+
+    A signal that arrives during a collection is handled at the first line of the callback.
+    """
+    if frame is not None and frame.f_code is CollectorPauses.__call__.__code__:
+        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+    elif number == signal.SIGINT:
+        raise KeyboardInterrupt
+    else:
+        sys.exit(128 + number)
 
 
 def record(settings: dict[str, Any], program: list[str]) -> None:
     """Run and record `program` until it exits or enough steps have been measured."""
     # By default SIGTERM ends Python immediately, without closing the record. Keep a handler that the launcher
     # installed.
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is default:
+            signal.signal(number, stop)
     sys.argv = program[1:] if program[0] == "-m" else program  # the profile's title
     with Session(Path(settings.pop("folder")), ends_program=True, **settings):
         run_program(program)

@@ -50,6 +50,8 @@ RARER = 10
 """Recommended factor for less frequent saves."""
 SWITCH_S = 8e-6
 """Seconds of a core that a context switch costs, including the refill of caches; measured: 6 to 10 µs."""
+SAMPLES = 8
+"""Minimum number of samples to blame a rank for a function; of fewer, all may be from one rank by chance."""
 FREED_S = 2e-7
 """Seconds that the garbage collector needs to free one object."""
 IDLE = 0.5
@@ -130,7 +132,7 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
 def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
     """Return the function seen in most samples of own code, on `rank` or on all ranks; empty if samples are too few.
 
-    Without `rank`, the result names the rank if nearly all samples are from one.
+    Without `rank`, the result names the rank if nearly all samples, at least :data:`SAMPLES`, are from one.
     """
     counts = Counter[str]()
     for record in facts.records:
@@ -140,7 +142,8 @@ def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
     if count < max(FEWEST, counts.total() / 4):
         return ""
     only = [record.rank for record in facts.records if record.own_code.get(name, 0) >= MOSTLY * count]
-    return f"{name} on rank {only[0]}" if rank is None and only and len(facts.records) > 1 else name
+    is_one = rank is None and len(facts.records) > 1 and count >= SAMPLES
+    return f"{name} on rank {only[0]}" if is_one and only else name
 
 
 def part_sentence(facts: Facts, part: str) -> str:
@@ -244,21 +247,21 @@ def threads(facts: Facts) -> Advice | None:
     ranks, room, reason = len(crowd.records), max(1, math.floor(crowd.cores)), crowd.description()
     if load is not None:
         reason += f"; because of the other threads, rank {load.rank} had no core for {load.of_ranks:.0%} of its time"
-    free = max(crowd.cores - (0.0 if facts.load is None else facts.load.others), 1e-6)
     verdict = "" if facts.is_explained_by_load() else f"The ranks slow each other down: {crowd.description()}."
     if ranks > room:
         text = f"Start {counted(room, 'rank')} on these cores, with the batches of all {ranks}"
         if any(record.threads > 1 for record in crowd.records):
             text += ", and OMP_NUM_THREADS=1"
         # The same work on the same cores, without idle time.
+        free = max(crowd.cores - (0.0 if facts.load is None else facts.load.others), 1e-6)
         idle = 0.0 if facts.load is None else 1 - math.fsum(record.own_cores for record in crowd.records) / free
         return Advice("threads", text, reason, max(0.0, idle), verdict, ONE_CAUSE)
     switches = math.fsum(record.switches for record in crowd.records)
     return Advice(
         "threads",
-        f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, without torch.set_num_threads",
-        f"{reason}; the cores switch between threads {switches / 1e3:,.0f} thousand times per second",
-        SWITCH_S * switches / free,
+        f"Set OMP_NUM_THREADS={room // ranks} and remove calls of torch.set_num_threads",
+        f"{reason}; the cores switch between threads {switches:,.0f} times per second",
+        SWITCH_S * switches / crowd.cores,
         verdict,
         ONE_CAUSE,
     )
@@ -595,9 +598,10 @@ def collector(facts: Facts) -> Advice | None:
     now, then = (fmean(max(0.0, *(pair[at] for pair in row)) for row in pairs) for at in (0, 1))
     return Advice(
         "garbage-collection",
-        "Call gc.freeze() and gc.disable() before the loop, and gc.collect() at most every 100 steps",
+        "Call gc.freeze() and gc.disable() before the loop, and gc.collect() every 100 steps; until then, objects that "
+        "refer to each other keep their memory",
         f"Python's garbage collector takes {facts.mean_parts[step_parts.COLLECTOR] * 1e3:.1f} ms per step and frees "
-        f"{facts.mean('collected'):,.0f} objects; gc.freeze() exempts the objects that exist",
+        f"{facts.mean('collected'):,.0f} objects; gc.freeze() excludes existing objects from collection",
         (now - then) / facts.length,
         part_sentence(facts, step_parts.COLLECTOR),
         ONE_CAUSE,

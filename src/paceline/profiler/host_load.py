@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import resource
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -173,7 +175,7 @@ class HostLoad:
 
 
 class CollectorPauses:
-    """Records a span for each run of Python's garbage collector, during which no thread runs Python code.
+    """Records a span for each run of Python's garbage collector in the thread of the loop.
 
     To be called by ``gc``. Runs do not nest.
     """
@@ -181,19 +183,28 @@ class CollectorPauses:
     def __init__(self) -> None:
         self.collected = 0
         """Number of objects freed since the last step ended."""
-        self._began: tuple[float, Any] = 0.0, None
+        self._began: tuple[float, Any] | None = None
         """Time and device event of the current run's start."""
+        self._thread = threading.get_ident()
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if threading.get_ident() != self._thread:  # its span would not be inside the spans of the loop
+            return
         # A CUDA graph that is being captured would capture the events, too.
         if recorder.make_event is not None and torch.cuda.is_current_stream_capturing():
             return
         now, event = time.perf_counter(), None if recorder.make_event is None else recorder.make_event()
         if phase == "start":
             self._began = now, event
-        elif recorder.on:
-            (began, before), self.collected = self._began, self.collected + info["collected"]
+        elif recorder.on and self._began is not None:
+            (began, before), self._began = self._began, None
+            self.collected += info["collected"]
             recorder.spans.append(Span(COLLECTOR, began, now, events=event and (before, event)))
+
+    def detach(self) -> None:
+        """Stop recording."""
+        with suppress(ValueError):  # the program may have removed all callbacks
+            gc.callbacks.remove(self)
 
 
 def core_numbers() -> list[int]:

@@ -139,7 +139,7 @@ class Session:
         self._hooks.enter_context(_torch_spans(self))
         self._pauses = CollectorPauses()
         gc.callbacks.append(self._pauses)
-        self._hooks.callback(gc.callbacks.remove, self._pauses)
+        self._hooks.callback(self._pauses.detach)
         self._hooks.enter_context(before_profiling(self._operators.give_way))
         _recording.add(self)
         recorder.spans.clear()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from insides import (
     Advice,
+    CollectorPauses,
     Facts,
     OperatorTable,
     RankRecord,
@@ -21,6 +25,7 @@ from insides import (
     page,
     print_summary,
     quota,
+    stop_profiled,
     summary,
 )
 from profile_records import kinds, records, the, verdict
@@ -224,3 +229,27 @@ def test_more_workers_are_not_advised_if_workers_use_all_cores() -> None:
     advice = the("data-loading", verdict(made))
     assert "more workers would not help" in advice.text
     assert not workers(advice)
+
+
+def test_signal_during_a_collection_ends_the_program_after_it() -> None:
+    """gc ignores exceptions of its callbacks, and a handler runs at the first line of Python after the collection."""
+    pauses, previous = CollectorPauses(), signal.signal(signal.SIGALRM, stop_profiled)
+    gc.disable()  # else the cycles are freed one by one
+    for _ in range(500_000):
+        cycle: list[Any] = []
+        cycle.append(cycle)
+    gc.callbacks.append(pauses)
+
+    def collect() -> None:
+        gc.collect()
+        time.sleep(5)
+
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(SystemExit):
+            collect()
+    finally:
+        gc.enable()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        pauses.detach()
+        signal.signal(signal.SIGALRM, previous)

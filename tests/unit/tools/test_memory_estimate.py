@@ -451,7 +451,7 @@ REFUSED = {
     "file alone": (["zoo.py"], "model.py:build"),
     "both inputs": (["zoo.py:Small", "--sequence-length", "2", "--input-shape", "16"], "give one of them"),
     "wrong width": (["zoo.py:Small", "--input-shape", "17"], "zoo.py:Small with a batch of shape (1, 17)"),
-    "forward that masks": (["zoo.py:Masks", "--input-shape", "16"], "The tensors have no values here"),
+    "forward that masks": (["zoo.py:Masks", "--input-shape", "16"], "the model reads values of tensors"),
     "other operator": (["zoo.py:Twice", "--input-shape", "16"], "this operator has no implementation for tensors"),
     "unknown device": (["zoo.py:Small", "--device", "tpu"], "--device must be cpu or cuda, not 'tpu'"),
     "unknown optimizer": (["zoo.py:Small", "--optimizer", "adamx"], "--optimizer must be adadelta, adafactor"),
@@ -461,7 +461,7 @@ REFUSED = {
     "checkpointing alone": (["config.json", "--checkpointing"], "--checkpointing changes only activations"),
     "own checkpointing": (
         ["zoo.py:Small", "--checkpointing", "--input-shape", "16"],
-        "zoo.py:Small does not; omit it, and call torch.utils.checkpoint in the model",
+        "zoo.py:Small does not support --checkpointing, which is for models of Hugging Face; omit it",
     ),
     "operator": (
         ["zoo.py:Twice", "--input-shape", "16"],

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from paceline.core.torch_internals import TorchDispatchMode, stored_elements, tree_leaves, without_memory
+from paceline.core.torch_internals import NEEDS_VALUES, TorchDispatchMode, stored_elements, tree_leaves, without_memory
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.models import BuiltModel, described, empty
@@ -73,6 +75,8 @@ def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None
                 with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
                     outputs = module(**inputs) if model.input_name else module(*inputs.values())
                     losses = [outputs.loss] if model.has_labels else _losses(outputs, batch)
+                if not losses:
+                    raise ValueError("no output is a tensor that requires a gradient")
                 forward = len(live.trace)
                 torch.autograd.backward(losses)
                 # The training loop holds the inputs, outputs and loss until the next step.
@@ -80,16 +84,15 @@ def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None
     except (Exception, SystemExit) as error:  # user code may raise anything
         kind = "int64" if batch.is_tokens else "floating point"
         # The error's text names the operator.
-        is_unsupported = hasattr(error, "func") or isinstance(error, NotImplementedError) or "fake impl" in str(error)
-        remedy = (
-            "this operator has no implementation for tensors without values (a fake implementation), so omit the batch"
-            if is_unsupported
-            else "give a batch that the model accepts, or none"
-        )
+        if isinstance(error, NEEDS_VALUES):
+            remedy = "the model reads values of tensors, which an estimate does not have, so omit the batch"
+        elif hasattr(error, "func") or isinstance(error, NotImplementedError) or "fake impl" in str(error):
+            remedy = "this operator has no implementation for tensors without values, so omit the batch"
+        else:
+            remedy = "give a batch that the model accepts as its only input, or omit it"
         raise UsageError(
-            f"the forward pass of {model.name} with {batch.title} ({kind}) failed: {described(error)}; {remedy}, "
-            "for an estimate without activations. The tensors have no values here, so .item(), nonzero() and boolean "
-            "masks fail"
+            f"forward or backward of {model.name} with {batch.title} ({kind}) failed: {described(error)}; {remedy} to "
+            "estimate without activations"
         ) from error
 
 
@@ -115,7 +118,9 @@ class _Live(TorchDispatchMode):
         self.gradients: set[int] = set()
         self.peak = self._now = 0
         # Storages by id, which is unique as long as they exist.
-        self._numbers = {id(tensor.untyped_storage()): 0 for tensor in (*module.parameters(), *module.buffers())}
+        self._initial = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
+        self._numbers = {id(storage): 0 for storage in self._initial}
+        self._with_gradient: set[Tensor] = set()
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._release)
@@ -143,7 +148,9 @@ class _Live(TorchDispatchMode):
     def _release(self, parameter: Tensor) -> None:
         """Free a gradient as soon as it is complete, because gradients are counted elsewhere."""
         assert parameter.grad is not None
-        self.gradients.add(self._numbers[id(stored_elements(parameter.grad).untyped_storage())])
+        if parameter not in self._with_gradient:  # reentrant checkpoints of a shared layer accumulate several
+            self.gradients.add(self._numbers[id(stored_elements(parameter.grad).untyped_storage())])
+        self._with_gradient.add(parameter)
         parameter.grad = None
 
 
@@ -169,8 +176,9 @@ def _inputs(model: BuiltModel, batch: Batch) -> dict[str, Any]:
     return inputs
 
 
-def _attention(is_maskless: bool, on_gpu: bool) -> Any:
-    """Return a context in which ``scaled_dot_product_attention`` runs as with real values on the target device.
+@contextmanager
+def _attention(is_maskless: bool, on_gpu: bool) -> Iterator[None]:
+    """A context in which ``scaled_dot_product_attention`` runs as with real values on the target device.
 
     With dropout, the CPU kernel stores all attention scores, and the GPU kernel does not. transformers drops a mask
     that masks no token, but it cannot check fake tensors, which have no values, and would keep the mask.
@@ -186,5 +194,12 @@ def _attention(is_maskless: bool, on_gpu: bool) -> Any:
             kwargs["dropout_p"] = 0.0
         return original(**kwargs)
 
-    # A TorchFunctionMode would not be active in backward, for recomputed attention.
-    return patch.object(F, "scaled_dot_product_attention", attention)
+    class ByName(TorchFunctionMode):
+        """Also reaches modules that have imported the function by name."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return (attention if func is original else func)(*args, **(kwargs or {}))
+
+    # The mode is not active in backward, for recomputed attention.
+    with patch.object(F, "scaled_dot_product_attention", attention), ByName():
+        yield

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.tools.memory_estimate.footprints import Training
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+MOST_RANKS = 2**16
 COLUMNS = ("weights", "gradients", "state", "communication", "activations", "peak")
 EXAMPLES = """Examples:
 
@@ -73,8 +74,12 @@ def estimate_memory(
     from paceline.tools.memory_estimate.footprints import DEVICES, Training, parse_optimizer
     from paceline.tools.memory_estimate.models import build_model
 
-    counts, state, device = _positive("--nproc", nproc), parse_optimizer(optimizer), choice("--device", device, DEVICES)
-    weights, cast = _dtype("--dtype", dtype), _dtype("--autocast", autocast)
+    counts, state, device = (
+        _positive("--nproc", nproc, MOST_RANKS),
+        parse_optimizer(optimizer),
+        choice("--device", device, DEVICES),
+    )
+    weights, cast = _dtype("--dtype", dtype, DTYPES), _dtype("--autocast", autocast, DTYPES[1:3])
     batch = _batch(batch_size, sequence_length, input_shape)
     for option, value in {"--autocast": autocast, "--checkpointing": checkpointing}.items():
         if value and batch is None:
@@ -145,15 +150,17 @@ def _batch(size: int | None, sequence_length: int | None, shape: str | None) -> 
     return None
 
 
-def _positive(option: str, text: str) -> list[int]:
+def _positive(option: str, text: str, most: int = 2**40) -> list[int]:
     """Return the numbers in a list such as ``3,224,224``."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(f"{option}={text} is not a comma-separated list of positive numbers; give one such as 2,4,8")
+    if not all(word.isdecimal() and len(word) < 20 and 0 < int(word) <= most for word in words):
+        raise UsageError(
+            f"{option}={text} is not a comma-separated list of positive numbers up to {most:,}; give one such as 2,4,8"
+        )
     return [int(word) for word in words]
 
 
-def _dtype(option: str, name: str | None) -> torch.dtype | None:
+def _dtype(option: str, name: str | None, known: tuple[str, ...]) -> torch.dtype | None:
     import torch
 
-    return None if name is None else getattr(torch, choice(option, name, DTYPES))
+    return None if name is None else getattr(torch, choice(option, name, known))

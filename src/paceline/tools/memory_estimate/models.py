@@ -50,7 +50,7 @@ def build_model(name: str, dtype: torch.dtype | None, *, is_checkpointed: bool =
                 model.module.gradient_checkpointing_enable()  # type: ignore[operator]
         except (AttributeError, ValueError) as error:
             raise UsageError(
-                f"--checkpointing needs a Hugging Face model that supports it, and {name} does not; omit it, and call "
+                f"{name} does not support --checkpointing, which is for models of Hugging Face; omit it, and call "
                 "torch.utils.checkpoint in the model, which is counted"
             ) from error
     return model
