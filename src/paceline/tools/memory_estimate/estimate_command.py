@@ -19,8 +19,8 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from paceline.tools.memory_estimate.activations import Batch
-    from paceline.tools.memory_estimate.footprints import Training
+    from paceline.tools.memory_estimate.activations import Activations, Batch
+    from paceline.tools.memory_estimate.footprints import Footprint, Training
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_RANKS = 2**16
@@ -74,11 +74,8 @@ def estimate_memory(
     from paceline.tools.memory_estimate.footprints import DEVICES, Training, parse_optimizer
     from paceline.tools.memory_estimate.models import build_model
 
-    counts, state, device = (
-        _positive("--nproc", nproc, MOST_RANKS),
-        parse_optimizer(optimizer),
-        choice("--device", device, DEVICES),
-    )
+    counts, state = _positive("--nproc", nproc, MOST_RANKS), parse_optimizer(optimizer)
+    choice("--device", device, DEVICES)
     weights, cast = _dtype("--dtype", dtype, DTYPES), _dtype("--autocast", autocast, DTYPES[1:3])
     batch = _batch(batch_size, sequence_length, input_shape)
     for option, value in {"--autocast": autocast, "--checkpointing": checkpointing}.items():
@@ -89,11 +86,7 @@ def estimate_memory(
     footprints = [(count, footprint) for count in sorted(set(counts)) for footprint in training.footprints(count)]
     # After the footprints, so that an unsupported optimizer is reported before the model runs.
     activations = activations_of(built, batch, cast, on_gpu=device == "cuda") if batch else Activations()
-    rows = []
-    for count, footprint in footprints:
-        peak = footprint.peak(device, count, training.beyond(device, count, activations))
-        sizes = {**asdict(footprint), "activations": activations.total if batch else None, "peak": peak}
-        rows.append({"nproc": count, "strategy": footprint.strategy, **{name: sizes[name] for name in COLUMNS}})
+    rows = [_row(training, count, footprint, device, activations, batch) for count, footprint in footprints]
     numel = sum(parameter.numel() for parameter in training.parameters)
     if json:
         print(json_text.dumps({"version": 1, "model": model, "parameters": numel, "ranks": rows}))
@@ -101,6 +94,14 @@ def estimate_memory(
     dtypes = {str(parameter.dtype).removeprefix("torch."): None for parameter in training.parameters}
     print(f"{model}: {type(built.module).__name__}, {numel:,} parameters ({' and '.join(dtypes)}); {state.title}\n")
     _print_rows(rows, _notes(training, batch, device))
+
+
+def _row(
+    training: Training, count: int, footprint: Footprint, device: str, activations: Activations, batch: Batch | None
+) -> dict[str, Any]:
+    peak = footprint.peak(device, count, training.beyond(device, count, activations))
+    sizes = {**asdict(footprint), "activations": activations.total if batch else None, "peak": peak}
+    return {"nproc": count, "strategy": footprint.strategy, **{name: sizes[name] for name in COLUMNS}}
 
 
 def _print_rows(rows: list[dict[str, Any]], notes: list[str]) -> None:
