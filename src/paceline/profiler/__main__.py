@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
@@ -14,16 +15,17 @@ from types import FrameType
 from typing import Any
 
 from paceline.profiler.environment import run_program
-from paceline.profiler.host_load import CollectorPauses
 from paceline.profiler.recorder import Session
 
 
 def stop(number: int, frame: FrameType | None) -> None:
     """End the program, but not inside a callback of the garbage collector, which ignores exceptions.
 
-    A signal that arrives during a collection is handled at the first line of the callback.
+    A signal that arrives during a collection is handled at the first line of a callback.
     """
-    if frame is not None and frame.f_code is CollectorPauses.__call__.__code__:
+    # A callback is a function, or an object that can be called.
+    codes = [getattr(call, "__code__", getattr(type(call).__call__, "__code__", None)) for call in gc.callbacks]
+    if frame is not None and frame.f_code in codes:
         threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number)).start()
     elif number == signal.SIGINT:
         raise KeyboardInterrupt

@@ -227,6 +227,18 @@ def _() -> None:
     assert norms[1].isnan()
 
 
+@contract(
+    "torch._subclasses.fake_tensor.DataDependentOutputException",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+)
+def _() -> None:
+    with torch_internals.without_memory():
+        x = torch.ones(2)
+        for read in (lambda: x[0].item(), lambda: x.nonzero()):
+            with pytest.raises(torch_internals.NEEDS_VALUES):
+                read()
+
+
 @contract("torch.utils._python_dispatch.TorchDispatchMode")
 def _() -> None:
     seen = []
