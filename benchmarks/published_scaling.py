@@ -60,11 +60,12 @@ def main() -> None:
 
 def print_fit(path: str) -> None:
     """Print the constants fitted to the rows of a file, and to the speeds of one device."""
-    fits = Fits(read(path)[0])
+    rows, _ = read(path)
+    fits = Fits(rows)
     print(fits.without())
     for speed in ("measured", "assumed"):
         print(f"{speed.upper()} = {fits.intervals(speed)}")
-    print(f"PROFILED = {profiled_intervals(growths(read(path)[0], fits.without()))}")
+    print(f"PROFILED = {profiled_intervals(growths(rows, fits.without()))}")
     print(f"SPEEDS = {fitted_speeds(read_pairs())}")
 
 

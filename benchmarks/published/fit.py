@@ -41,8 +41,6 @@ LEVELS = {
 }
 """Most devices, and the share of the fitted sources' rows that an interval covers, if the speed of a device is measured
 or assumed. It is chosen so that the interval covers about 80 % of the rows of a source outside the fit."""
-
-
 PROFILED_LEVEL = 0.84
 """The same for a job that was profiled on fewer devices."""
 
@@ -182,15 +180,14 @@ class Fits:
         errors = torch.zeros_like(columns.efficiency)
         for at, source in enumerate(self._sources):
             predicted = columns.predict(self.without(*{*sources, source}))
-            error = (columns.efficiency - predicted) / (FLOOR + (1 - predicted).clamp(min=0))
-            errors = torch.where(self._source == at, error, errors)
+            errors = torch.where(self._source == at, relative_errors(predicted, columns.efficiency), errors)
         least = lowest = 0.0
         for most, level in LEVELS[speed]:
             weight = torch.zeros_like(errors)
             for at, source in enumerate(self._sources):
                 own = (self._source == at) & (self._devices > least) & (self._devices <= most)
                 weight[own] = float(source not in sources) / max(1, int(own.sum()))
-            low, high = (round(quantile(errors, weight, share), 3) for share in ((1 - level) / 2, (1 + level) / 2))
+            low, high = middle(errors, weight, level)
             lowest = min(low, lowest)  # more devices are not more certain
             found.append((most, lowest, max(high, 0.0)))
             least = most
@@ -225,12 +222,20 @@ def growths(rows: Sequence[Row], calibration: Calibration = PUBLISHED) -> list[G
 def profiled_intervals(pairs: Sequence[Growth]) -> Intervals:
     """Return the interval that covers :data:`PROFILED_LEVEL` of the pairs; all sources weigh the same."""
     counts = Counter(pair.source for pair in pairs)
-    errors = [(pair.reported - pair.made.efficiency) / (FLOOR + max(0, 1 - pair.made.efficiency)) for pair in pairs]
-    weights = [1 / counts[pair.source] for pair in pairs]
-    values, weight = (torch.tensor(numbers, dtype=torch.float64, device="cpu") for numbers in (errors, weights))
-    ends = ((1 - PROFILED_LEVEL) / 2, (1 + PROFILED_LEVEL) / 2)
-    low, high = (round(quantile(values, weight, share), 3) for share in ends)
-    return ((math.inf, low, high),)
+    columns = [(pair.made.efficiency, pair.reported, 1 / counts[pair.source]) for pair in pairs]
+    predicted, reported, weight = torch.tensor(columns, dtype=torch.float64, device="cpu").unbind(1)
+    return ((math.inf, *middle(relative_errors(predicted, reported), weight, PROFILED_LEVEL)),)
+
+
+def relative_errors(predicted: Tensor, reported: Tensor) -> Tensor:
+    """Return errors in the unit of :data:`Intervals`."""
+    return (reported - predicted) / (FLOOR + (1 - predicted).clamp(min=0))
+
+
+def middle(values: Tensor, weight: Tensor, level: float) -> tuple[float, float]:
+    """Return the ends of the middle part of `values`, whose share of the weight is `level`."""
+    low, high = (round(quantile(values, weight, share), 3) for share in ((1 - level) / 2, (1 + level) / 2))
+    return low, high
 
 
 def quantile(values: Tensor, weight: Tensor, share: float) -> float:

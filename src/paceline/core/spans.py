@@ -15,9 +15,9 @@ messages and docs use the same labels. One step, in order:
     checkpoint   a Checkpointer saves, waits for a save, restores, or reads its folder
 
 and, while a profiler records, ``collective``, a function of ``torch.distributed`` that the program calls, and ``garbage
-collection``, a run of Python's garbage collector. A detailed recorder also records marks, which
-are spans of zero length: ``gradient`` when the gradient of parameter `bucket` arrives, ``sent`` when this rank has
-filled bucket `bucket` and begins its all-reduce (inside ``launch``), and ``done`` when the all-reduce is finished.
+collection``, a run of Python's garbage collector. A detailed recorder also records marks, which are spans of zero
+length: ``gradient`` when the gradient of parameter `bucket` arrives, ``sent`` when this rank has filled bucket `bucket`
+and begins its all-reduce (inside ``launch``), and ``done`` when the all-reduce is finished.
 
 Under our launcher, a rank always writes its current span to its black box, even if spans are not recorded; see
 :mod:`paceline.core.black_box`.

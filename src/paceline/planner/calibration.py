@@ -27,8 +27,8 @@ class Calibration:
     interference: float = 0.715
     """Slowdown of backward per second of communication that overlaps with it."""
     contention: float = 0.026
-    """Slowdown of the devices of a host by what they share (power, memory, input), as the standard deviation of a step
-    relative to its mean. It grows up to :data:`CROWD` devices."""
+    """Slowdown by power, memory and input that the devices of a host share: the standard deviation of a step, relative
+    to its mean. It grows up to :data:`CROWD` devices."""
     host_bound: float = 0.0282
     """Further part of `contention` if the hosts barely keep up with the devices."""
     hosts: float = 0.00869
@@ -38,7 +38,7 @@ class Calibration:
 
 
 CROWD = 8
-"""Devices of a host that share what they contend for."""
+"""Number of devices beyond which contention on a host no longer grows."""
 FLOOR = 0.03
 """Loss of efficiency, for the interval, of a step without communication."""
 PUBLISHED = Calibration()
@@ -50,7 +50,7 @@ MEASURED: Intervals = ((8, -0.723, 0.418), (64, -0.887, 0.326), (math.inf, -0.88
 ASSUMED: Intervals = ((8, -1.242, 0.476), (64, -1.248, 0.321), (math.inf, -1.248, 0.444))
 """Intervals if it was not."""
 PROFILED: Intervals = ((math.inf, -1.0, 0.43),)
-"""The interval of the efficiency relative to a smaller number of devices on which the job was profiled."""
+"""The interval of the efficiency relative to the largest profiled number of devices."""
 
 
 Interval = tuple[float, float]
@@ -66,9 +66,9 @@ def interval_of(intervals: Intervals, ranks: int, efficiency: float) -> Interval
 
 
 def inverse(interval: Interval) -> Interval:
-    """Return the interval of the reciprocal."""
+    """Return the interval of the reciprocal. The lower bound must be positive."""
     low, high = interval
-    return 1 / high, 1 / low if low else math.inf
+    return 1 / high, 1 / low
 
 
 def product(one: Interval, other: Interval) -> Interval:

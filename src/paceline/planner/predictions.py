@@ -123,7 +123,7 @@ def described(params: float, seconds: float, device: Device, batch: float) -> Wo
         device: the kind of device.
         batch: samples of a device.
     """
-    # A part of that time, because speeds are those of whole steps.
+    # Part of `seconds`, because published speeds include the optimizer.
     optimizer = min(OPTIMIZER_BYTES * params / device.memory, seconds / 2)
     work = equal_layers(seconds - optimizer, 4 * params, batch)
     capacities = default_capacities(work.nbytes)
@@ -256,7 +256,7 @@ class Job:
         """
         known = max((size for size in self.profiled if size <= ranks), default=min(self.profiled, default=baseline))
         error = NormalDist().inv_cdf(0.9) * self.profiled[known][1] if self.profiled else 0.0
-        here = (max(0.0, 1 - error), 1 + error)
+        here = (1 - error, 1 + error)
         if ranks <= known:
             return here
         further = self.step(known).length_s / self.step(ranks).length_s

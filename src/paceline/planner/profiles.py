@@ -172,6 +172,7 @@ def _check(plan: Profiled) -> None:
         "hosts": (1, plan.ranks),
         "micro_batches": (1, LARGEST),
         "forward_s": (1e-9, LARGEST),
+        "spread": (0, 0.75),
     }
     ranges |= dict.fromkeys(("cores", "samples", "critical_batch"), (1e-9, LARGEST))
     for name, value in vars(plan).items():

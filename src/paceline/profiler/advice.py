@@ -17,7 +17,6 @@ from paceline.core.messages import counted
 from paceline.ddp.options import capacities
 from paceline.planner.predictions import BUCKETS_MIB, Layer, Workload, backward_timeline
 from paceline.planner.profiles import HOST_LOAD, fit
-from paceline.profiler import step_parts
 from paceline.profiler.facts import (
     FEWEST,
     MOSTLY,
@@ -36,9 +35,20 @@ from paceline.profiler.facts import (
     was_seen,
 )
 from paceline.profiler.host_load import OTHERS, Load, neighbours
-from paceline.profiler.step_parts import BUBBLE, CHECKPOINT, COMMUNICATION, COMPUTE, DATA, OPTIMIZER, OTHER, WAITING
+from paceline.profiler.step_parts import (
+    BUBBLE,
+    CHECKPOINT,
+    COLLECTOR,
+    COMMUNICATION,
+    COMPUTE,
+    DATA,
+    NAMES,
+    OPTIMIZER,
+    OTHER,
+    WAITING,
+)
 
-NAMED = (DATA, OPTIMIZER, CHECKPOINT, step_parts.COLLECTOR, OTHER)
+NAMED = (DATA, OPTIMIZER, CHECKPOINT, COLLECTOR, OTHER)
 """Parts that the verdict can name without advice, besides communication."""
 MOST = 0.95
 """Largest predicted gain."""
@@ -157,7 +167,7 @@ def part_sentence(facts: Facts, part: str) -> str:
         DATA: f"The loop waits for data for {share} of the time.",
         OPTIMIZER: f"The optimizer takes {share} of a step.",
         CHECKPOINT: f"Saving checkpoints takes {share} of the time.",
-        step_parts.COLLECTOR: f"Python's garbage collector takes {share} of a step.",
+        COLLECTOR: f"Python's garbage collector takes {share} of a step.",
         OTHER: f"The loop's own code takes {share} of a step{much}.",
         COMMUNICATION: f"Communication takes {share} of a step.",
     }[part]
@@ -252,10 +262,11 @@ def threads(facts: Facts) -> Advice | None:
         text = f"Start {counted(room, 'rank')} on these cores, with the batches of all {ranks}"
         if any(record.threads > 1 for record in crowd.records):
             text += ", and OMP_NUM_THREADS=1"
-        # The same work on the same cores, without idle time.
-        free = max(crowd.cores - (0.0 if facts.load is None else facts.load.others), 1e-6)
-        idle = 0.0 if facts.load is None else 1 - math.fsum(record.own_cores for record in crowd.records) / free
-        return Advice("threads", text, reason, max(0.0, idle), verdict, ONE_CAUSE)
+        idle = 0.0
+        if facts.load is not None:  # the same work on the same cores, without idle time
+            free = max(crowd.cores - facts.load.others, 1e-6)
+            idle = max(0.0, 1 - math.fsum(record.own_cores for record in crowd.records) / free)
+        return Advice("threads", text, reason, idle, verdict, ONE_CAUSE)
     switches = math.fsum(record.switches for record in crowd.records)
     return Advice(
         "threads",
@@ -381,7 +392,7 @@ def straggler(facts: Facts) -> Advice | None:
     slow = facts.stragglers[0]
     slow_record = facts.records[slow.rank]
     others = [record for record in facts.records if record is not slow_record]
-    activity = step_parts.NAMES | {OTHER: OWN_CODE, DATA: "waiting for data"}
+    activity = NAMES | {OTHER: OWN_CODE, DATA: "waiting for data"}
     during = f" in steps {slow.first_step} to {slow.last_step}"
     when = {"emerging": f" since step {slow.first_step}", "recovered": during}.get(slow.kind, "")
     function = function_of_own_code(facts, slow.rank) if slow.phase == OTHER else ""
@@ -443,7 +454,7 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
     if not was_seen([record.sampled_s * sum(record.own_code.values()) for record in facts.records], rank, lost):
         return None
     # Something else, such as longer batches, costs more.
-    others = (*COMPUTE, DATA, CHECKPOINT, step_parts.COLLECTOR)
+    others = (*COMPUTE, DATA, CHECKPOINT, COLLECTOR)
     if any(fmean(facts.longer(rank, part).values()) > fmean(longer.values()) for part in others):
         return None
     begin = late_since(list(longer.values()))
@@ -520,7 +531,7 @@ def larger_batch(facts: Facts) -> Advice | None:
         return None
     per_rank = rows / facts.batches / len(facts.records)
     # Only computation and data grow with the batch. With twice the rows, the rest costs half as much per row.
-    growing = shares[DATA] + shares[step_parts.COLLECTOR] + table.computing * sum(shares[part] for part in COMPUTE)
+    growing = shares[DATA] + shares[COLLECTOR] + table.computing * sum(shares[part] for part in COMPUTE)
     once = shares[COMMUNICATION] + shares[OPTIMIZER]
     small = f"communication and the optimizer take {once:.0%} of {facts.length * 1e3:.1f} ms"
     return Advice(
@@ -589,7 +600,7 @@ def saves(facts: Facts) -> Advice | None:
 def collector(facts: Facts) -> Advice | None:
     """Detect pauses by Python's garbage collector."""
     accounts = facts.accounts
-    rows = zip(accounts.busy(), accounts.parts[step_parts.COLLECTOR], accounts.figures("collected"), strict=True)
+    rows = zip(accounts.busy(), accounts.parts[COLLECTOR], accounts.figures("collected"), strict=True)
     # Objects that refer to each other must still be freed at some time.
     pairs = [
         [(own, own - max(0.0, pause - FREED_S * freed)) for own, pause, freed in zip(*row, strict=True)] for row in rows
@@ -600,10 +611,10 @@ def collector(facts: Facts) -> Advice | None:
         "garbage-collection",
         "Call gc.freeze() and gc.disable() before the loop, and gc.collect() every 100 steps; until then, objects that "
         "refer to each other keep their memory",
-        f"Python's garbage collector takes {facts.mean_parts[step_parts.COLLECTOR] * 1e3:.1f} ms per step and frees "
+        f"Python's garbage collector takes {facts.mean_parts[COLLECTOR] * 1e3:.1f} ms per step and frees "
         f"{facts.mean('collected'):,.0f} objects; gc.freeze() excludes existing objects from collection",
         (now - then) / facts.length,
-        part_sentence(facts, step_parts.COLLECTOR),
+        part_sentence(facts, COLLECTOR),
         ONE_CAUSE,
     )
 

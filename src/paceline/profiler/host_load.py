@@ -190,7 +190,7 @@ class CollectorPauses:
     def __call__(self, phase: str, info: dict[str, int]) -> None:
         if threading.get_ident() != self._thread:  # its span would not be inside the spans of the loop
             return
-        # A CUDA graph that is being captured would capture the events, too.
+        # While a CUDA graph is captured, the events would become part of it.
         if recorder.make_event is not None and torch.cuda.is_current_stream_capturing():
             return
         now, event = time.perf_counter(), None if recorder.make_event is None else recorder.make_event()

@@ -178,7 +178,7 @@ def _inputs(model: BuiltModel, batch: Batch) -> dict[str, Any]:
 
 @contextmanager
 def _attention(is_maskless: bool, on_gpu: bool) -> Iterator[None]:
-    """A context in which ``scaled_dot_product_attention`` runs as with real values on the target device.
+    """Let ``scaled_dot_product_attention`` run as with real values on the target device.
 
     With dropout, the CPU kernel stores all attention scores, and the GPU kernel does not. transformers drops a mask
     that masks no token, but it cannot check fake tensors, which have no values, and would keep the mask.

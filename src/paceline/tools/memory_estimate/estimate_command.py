@@ -83,10 +83,13 @@ def estimate_memory(
             raise UsageError(f"{option} changes only activations; give a batch, or omit it")
     built = build_model(model, weights, is_checkpointed=checkpointing)
     training = Training(built.module, state)
-    footprints = [(count, footprint) for count in sorted(set(counts)) for footprint in training.footprints(count)]
+    footprints = {count: training.footprints(count) for count in sorted(set(counts))}
     # After the footprints, so that an unsupported optimizer is reported before the model runs.
     activations = activations_of(built, batch, cast, on_gpu=device == "cuda") if batch else Activations()
-    rows = [_row(training, count, footprint, device, activations, batch) for count, footprint in footprints]
+    rows: list[dict[str, Any]] = []
+    for count, strategies in footprints.items():
+        beyond = training.beyond(device, count, strategies, activations)
+        rows += [_row(count, activations, each, each.peak(device, count, beyond)) for each in strategies]
     numel = sum(parameter.numel() for parameter in training.parameters)
     if json:
         print(json_text.dumps({"version": 1, "model": model, "parameters": numel, "ranks": rows}))
@@ -96,11 +99,8 @@ def estimate_memory(
     _print_rows(rows, _notes(training, batch, device))
 
 
-def _row(
-    training: Training, count: int, footprint: Footprint, device: str, activations: Activations, batch: Batch | None
-) -> dict[str, Any]:
-    peak = footprint.peak(device, count, training.beyond(device, count, activations))
-    sizes = {**asdict(footprint), "activations": activations.total if batch else None, "peak": peak}
+def _row(count: int, activations: Activations, footprint: Footprint, peak: int) -> dict[str, Any]:
+    sizes = {**asdict(footprint), "activations": activations.total or None, "peak": peak}
     return {"nproc": count, "strategy": footprint.strategy, **{name: sizes[name] for name in COLUMNS}}
 
 

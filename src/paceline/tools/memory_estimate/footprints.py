@@ -33,6 +33,8 @@ DEFAULT_MOMENTUM = 0.9
 """Value of a numeric option."""
 TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
 DEVICES = ("cpu", "cuda")
+STEPS = 4
+"""Number of steps, as in the measured runs. The heap still grows after the first ones."""
 Part = tuple[nn.Parameter, tuple[int, ...]]
 """A trained parameter, and the shape of the part of it that a rank updates."""
 
@@ -163,22 +165,22 @@ class Training:
             self._fsdp2(ranks),
         ]
 
-    def beyond(self, device: str, ranks: int, activations: Activations) -> int:
+    def beyond(self, device: str, ranks: int, footprints: Sequence[Footprint], activations: Activations) -> int:
         """Return the bytes of a peak besides the columns for weights, gradients, state and communication.
 
-        On a CPU, it is what the heap holds in training with the wrapper; negative if these columns do not reach their
-        maxima at the same time. Elsewhere, the activations and an allowance for the optimizer's temporaries.
+        On a CPU, the rest of the heap in training with the wrapper; negative if these columns do not reach their maxima
+        at the same time. Elsewhere, the activations and an allowance for the optimizer's temporaries.
         """
         if device == "cuda" or not activations.trace:
             largest = max((parameter.nbytes for parameter in self.trained), default=0)
             return int(activations.total + 2.5 * largest)
-        row = next(row for row in self.footprints(ranks) if row.strategy == DDP)
+        row = next(row for row in footprints if row.strategy == DDP)
         parts = row.weights + row.gradients + row.state + row.communication
         return self._heap_peak(activations, has_buckets=ranks > 1) - parts
 
     @cache  # noqa: B019  (lives as long as the command)
     def _heap_peak(self, activations: Activations, has_buckets: bool) -> int:
-        """Return the peak of the heap in four steps of training."""
+        """Return the peak of the heap in the first steps of training."""
         heap, outputs = Heap(), list[Block]()
         for tensor in (*self.parameters, *self.buffers):
             heap.allocate(tensor.nbytes)
@@ -187,7 +189,7 @@ class Training:
         if has_buckets:  # which hold the gradients
             for parameter in self.trained:
                 heap.allocate(parameter.nbytes)
-        for step in range(4):
+        for step in range(STEPS):
             blocks: dict[int, Block] = {}
             for place, (number, size) in enumerate(activations.trace):
                 if place == activations.forward:  # the new outputs replace those of the previous step

@@ -1,11 +1,11 @@
-"""The heap of a training process: how much memory malloc holds, including what it cannot reuse."""
+"""The heap of a training process: the memory that malloc holds, including holes that are too small to reuse."""
 
 from __future__ import annotations
 
 from collections import deque
 
 THRESHOLDS = (2**17, 2**25)
-"""Range in which glibc adjusts the largest block that it does not map on its own (``man mallopt``)."""
+"""Bounds of glibc's adaptive threshold; it maps larger blocks on their own (``man mallopt``)."""
 SMALL = 4096
 """Bytes below which blocks do not matter."""
 SLACK = 96
@@ -13,7 +13,7 @@ SLACK = 96
 LIFETIME = 32
 """Number of later blocks until these small objects are free; fitted to measured peaks (decision 52)."""
 GROWTH = 1.25
-"""Factor for what else fragments the heap, such as the buffers of matrix multiplications; also fitted."""
+"""Factor for other fragmentation, such as by buffers of matrix multiplications; also fitted."""
 Block = tuple[int | None, int]
 """Address and bytes of a block; the address is None if the block is mapped on its own."""
 
@@ -51,7 +51,7 @@ class Heap:
         return start, size
 
     def drop_small_objects(self, kept: int = 0) -> None:
-        """Free the small objects, except those of the last `kept` blocks."""
+        """Free all small objects but the last `kept`."""
         while len(self._occupied) > kept:
             self._free(self._occupied.popleft(), SLACK)
 

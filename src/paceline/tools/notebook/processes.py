@@ -77,7 +77,9 @@ class Process:
     def close(self) -> None:
         """Close the connection and the pipe."""
         self.connection.close()
-        os.close(self.output)
+        if self.output >= 0:
+            os.close(self.output)
+            self.output = -1
 
 
 class Processes:

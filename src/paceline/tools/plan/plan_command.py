@@ -216,8 +216,7 @@ def _described(numbers: dict[str, Text], precision: Text, family: Text, name: Te
 
 
 def _replica(params: float, batch: float, peak: Text) -> ReplicaMemory:
-    """Return the memory of a replica with AdamW in float32, or of one with the peak that `paceline estimate-memory`
-    printed."""
+    """Return the memory of a replica with AdamW in float32, or with the given `peak`."""
     from paceline.planner.replica_memory import ReplicaMemory
 
     memory = ReplicaMemory(4 * params, 4 * params, 8 * params, samples=batch)

@@ -188,10 +188,9 @@ def plot_outlook(outlook: Outlook) -> Figure:
 def _time_and_cost(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
     """Add the cost to the time of trainings to the same loss, and mark the knee."""
     axes.plot(counts, [training.cost for training in outlook.trainings], "o-", color="C4", markersize=3)
-    axes.axvline(
-        (outlook.plan.job.critical_batch or 0.0) / outlook.plan.job.workload.samples, color="C2", linestyle="--"
-    )
-    axes.legend(["time", "device hours", f"knee: {outlook.plan.job.critical_batch:,.0f} samples"])
+    job = outlook.plan.job
+    axes.axvline((job.critical_batch or 0.0) / job.workload.samples, color="C2", linestyle="--")
+    axes.legend(["time", "device hours", f"knee: {job.critical_batch:,.0f} samples"])
     axes.set_yscale("log")
 
 
