@@ -1,15 +1,17 @@
-"""Replaces torchelastic's way of starting ranks and its signal handler; names a slow module that most ranks import."""
+"""Mends torchelastic's launcher, and replaces its way of starting ranks; names a slow module that most ranks import."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, Any
 
+from torch.distributed import DistError, Store
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.utils import store as store_util
 
 OPTIMIZERS_NEED = "torch._dynamo"
 """The module that torch imports when the first optimizer is created; this takes seconds."""
@@ -47,6 +49,21 @@ def ignore_echoes(seconds: float) -> None:
             stop(signum, frame)
 
     api._terminate_process_handler = handle
+
+
+def leave_together(seconds: float) -> None:
+    """Make the launcher that holds the store leave it last, `seconds` at most after the barrier at the end of the job.
+
+    Otherwise the other launchers may find the connection closed while they wait for the same barrier.
+    """
+    wait = store_util.barrier
+
+    def barrier(store: Store, world_size: int, key_prefix: str, barrier_timeout: float = 300, **trace: Any) -> None:
+        wait(store, world_size, key_prefix, barrier_timeout, **trace)
+        with suppress(DistError):  # all have passed the first barrier
+            wait(store, world_size, f"{key_prefix}/passed", min(seconds, barrier_timeout))
+
+    store_util.barrier = barrier
 
 
 def close_outputs(handlers: Iterable[SubprocessHandler]) -> None:

@@ -19,7 +19,7 @@ from paceline.core.host import cores
 from paceline.core.messages import say
 from paceline.core.missing_ranks import reason_of
 from paceline.core.step_progress import ECHO_S
-from paceline.core.torch_elastic import ignore_echoes
+from paceline.core.torch_elastic import ignore_echoes, leave_together
 from paceline.errors import UsageError
 from paceline.launch.failure_record import LAUNCHER
 from paceline.launch.job import child_arguments, report_stop, title_of
@@ -44,6 +44,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     _check_meeting_point(options)
     _prepare_environment(nproc)
     ignore_echoes(ECHO_S)
+    leave_together(10)
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         options.log_dir = options.log_dir or temporary
         options.max_restarts = options.max_restarts or 0  # torchrun's default
