@@ -42,6 +42,14 @@ class Mergeable(Protocol):
 
 
 @runtime_checkable
+class Replaceable(Protocol):
+    """A per-rank object that an additional rank can load from another rank's state."""
+
+    def replace_lost(self) -> None:
+        """Turn the loaded state of another rank into the state of a rank that has none."""
+
+
+@runtime_checkable
 class Sharded(Protocol):
     """An optimizer whose state is sharded over the ranks; see :mod:`paceline.core.optimizer_shards`."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Literal
@@ -39,8 +39,8 @@ class Message:
 
     payload: Tensor
     """The encoded numbers; empty on ranks that do not lead their island."""
-    received: Tensor | None = None
-    """Sum or collection of all payloads, once the exchange has begun on a leader."""
+    received: list[Tensor] = field(default_factory=list)
+    """On a leader, once the exchange has begun: the sum of all payloads, or all compressed payloads."""
     work: Any = None
 
 
@@ -119,12 +119,12 @@ class Islands:
             return
         size, payload = len(self.members), message.payload
         if self._compress is None:
-            message.received = payload.clone()
-            message.work = dist.all_reduce(message.received, group=self._between, async_op=True)
+            message.received = [payload.clone()]
+            message.work = dist.all_reduce(message.received[0], group=self._between, async_op=True)
             self.bytes_on_wire += 2 * (size - 1) * payload.nbytes // size
         else:
-            message.received = payload.new_empty(size * payload.numel())
-            message.work = dist.all_gather_into_tensor(message.received, payload, group=self._between, async_op=True)
+            message.received = [torch.empty_like(payload) for _ in range(size)]
+            message.work = dist.all_gather(message.received, payload, group=self._between, async_op=True)
             self.bytes_on_wire += (size - 1) * payload.nbytes
 
     def receive(self, message: Message, count: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -155,12 +155,13 @@ class Islands:
         if message.work is None:
             return self.decode(message.payload, count, dtype)
         message.work.wait()
-        assert message.received is not None
         if self._compress is None:
-            return message.received.div_(len(self.members))
+            return message.received[0].div_(len(self.members))
         # In rank order, so that all islands have the same bits.
-        parts = message.received.chunk(len(self.members))
-        return torch.stack([self.decode(part, count, dtype) for part in parts]).mean(0)
+        mean = self.decode(message.received[0], count, dtype)
+        for payload in message.received[1:]:
+            mean += self.decode(payload, count, dtype)
+        return mean.div_(len(self.members))
 
     def _lose(self, problem: BaseException | None) -> None:
         """Continue without the other islands, or raise an error that names the lost ones."""

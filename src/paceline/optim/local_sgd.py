@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from paceline.core.flat_views import views_of
@@ -24,10 +23,10 @@ from paceline.core.torch_internals import never_compiled
 from paceline.core.unwrapping import plain_name, unwrap
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.optim.islands import Compression, Islands, Lost, Message
-from paceline.optim.sharded_optimizer import ShardedOptimizer
 
 _LOCAL = "local"
 """Key of this module's part of a state dict; the rest is the inner optimizer's state dict."""
+_CANNOT_BE_INNER = {"ShardedOptimizer", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "Outer"}
 
 
 class Outer(Optimizer):
@@ -182,6 +181,13 @@ class Outer(Optimizer):
 
     def use_outer_weights(self) -> None:
         """Set the parameters to the weights that all islands share, if the optimizer keeps them."""
+
+    def replace_lost(self) -> None:
+        """Continue as a new island, after another island's state was loaded, from the weights that all islands share.
+
+        The state of the inner optimizer, and a message that was under way, are those of the other island.
+        """
+        self.use_outer_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
@@ -442,7 +448,8 @@ def _validate(
     """Check the arguments; return the parameters of `inner` in the model's order."""
     if not isinstance(model, nn.Module) or not isinstance(inner, Optimizer):
         raise UsageError(f"{kind} takes a model and an optimizer, not {type(model).__name__}, {type(inner).__name__}")
-    if isinstance(inner, ShardedOptimizer | ZeroRedundancyOptimizer | Outer):
+    # By name, because torch's classes take long to import.
+    if _CANNOT_BE_INNER & {base.__name__ for base in type(inner).__mro__}:
         raise UsageError(
             f"{kind} cannot use {type(inner).__name__} as its inner optimizer; use the optimizer without it"
         )
