@@ -173,7 +173,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if not self._recovery.mark():
             return False
         # Call both after every step, because each can be a collective.
-        stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
+        stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step, boundary.is_apart)
         if stop is not None:
             self.save(boundary.step, metadata)
             self.wait()

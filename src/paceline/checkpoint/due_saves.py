@@ -66,13 +66,16 @@ class SaveInterval:
                 "such as 100"
             )
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to save `step`, which was just completed. For a time interval, this can be a collective."""
+    def is_due(self, step: int, is_apart: bool = False) -> bool:
+        """Return whether to save `step`, which was just completed.
+
+        For a time interval, this can be a collective, unless the islands of a slow network are apart.
+        """
         if self._every is None:
             return False
         if isinstance(self._every, int):
             return step % self._every == 0
-        if step < self._ask:
+        if step < self._ask or is_apart:
             return False
         world = consensus.here()
         is_due, self._ask = consensus.decide(world, lambda: self._answer(step, world))

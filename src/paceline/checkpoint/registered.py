@@ -42,6 +42,14 @@ class Mergeable(Protocol):
 
 
 @runtime_checkable
+class Replaceable(Protocol):
+    """A per-rank object that an additional rank can load from another rank's state."""
+
+    def replace_lost(self) -> None:
+        """Turn the loaded state of another rank into the state of a rank that has none."""
+
+
+@runtime_checkable
 class Sharded(Protocol):
     """An optimizer whose state is sharded over the ranks; see :mod:`paceline.core.optimizer_shards`."""
 
@@ -87,7 +95,7 @@ class Registered:
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
         """Return an entry for `object` and its current settings; `peers` are all registered objects."""
         _check_registrable(name, object, peers)
-        per_rank = per_rank or isinstance(object, Sharded)
+        per_rank = per_rank or isinstance(object, Sharded) or bool(getattr(object, "state_is_per_rank", False))
         options = optimizer_states.remembered_options(object) if isinstance(object, Optimizer) else {}
         return cls(name, object, per_rank, peers, options)
 

@@ -15,11 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.checkpoint import captures, manifest, safetensors_file, state_codec
 from paceline.checkpoint.manifest import GENERATORS, RANK_ROLE, File, Manifest
 from paceline.checkpoint.optimizer_states import follow
-from paceline.checkpoint.registered import Mergeable, Outline, Registered
+from paceline.checkpoint.registered import Mergeable, Outline, Registered, Replaceable
 from paceline.checkpoint.safetensors_file import stored
 from paceline.checkpoint.state_codec import Encoder
 from paceline.core import consensus, strict_json
 from paceline.core.failpoints import strike
+from paceline.core.missing_ranks import named_ranks
 from paceline.core.optimizer_shards import is_shard
 from paceline.core.stacks import warn
 from paceline.core.torch_distributed import whole_of
@@ -135,7 +136,7 @@ class Saved:
         own_tensors: dict[str, torch.Tensor] = {}
         # Every rank loops over all files, because all ranks take part in each read.
         for rank in range(world.size):
-            file = self.manifest.file(RANK_ROLE, rank)
+            file = self.manifest.file(RANK_ROLE, self.source_of(rank))
             if file is None:
                 continue
             specs = {key: spec for key, spec in file.tensors.items() if key.partition(".")[0] not in without}
@@ -145,6 +146,10 @@ class Saved:
             elif world.rank == 0:
                 captures.send_tensors(rank, specs, tensors)
         return own_tensors
+
+    def source_of(self, rank: int) -> int:
+        """Return the saved rank whose own states `rank` loads."""
+        return rank % len(self.ranks)  # keeps the place in an island
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
         """Return the tensors of `file` on rank 0, and an empty dict on the other ranks."""
@@ -185,19 +190,19 @@ def compare(
         _compare_names(kinds.keys() - shared, set(nodes) - {GENERATORS}, saved.step, is_part=is_part)
     is_same_size = saved.manifest.world_size == world.size
     own_entries = [entry for entry in entries if kinds[entry.name] is Kind.OWN]
-    fixed = {entry.name for entry in own_entries if not isinstance(entry.object, Mergeable)}
+    fixed = {entry.name for entry in own_entries if not isinstance(entry.object, Mergeable | Replaceable)}
     if fixed and not is_same_size:
         raise CheckpointMismatch(
             f"{min(fixed)!r} has a state per rank and was saved with world size {saved.manifest.world_size}, but "
             f"this run has {world.size}; resume with the saved world size"
         )
-    # Additional ranks compare with rank 0's states, which have the same form.
-    rank = world.rank if world.rank < len(saved.ranks) else 0
+    # Additional ranks compare with the states of others, which have the same form.
+    rank = saved.source_of(world.rank)
     matches = []
     for entry in entries:
         kind = kinds[entry.name]
         match = Match(entry, kind, saved.outline(entry.name, None if kind is Kind.SHARED else rank))
-        if kind is not Kind.OWN or is_same_size:
+        if kind is not Kind.OWN or is_same_size or isinstance(entry.object, Replaceable):
             entry.check(match.outline, saved.step, allow_changed)
         matches.append(match)
     if is_same_size and not is_part:
@@ -253,11 +258,10 @@ def restore(
     comparison = partial(compare, entries, saved, world, allow_changed, is_part=is_part)
     consensus.agree(world, consensus.error_of(lambda: matches.extend(comparison())))
     loading = Loading(world, saved, [match.entry.name for match in matches if match.kind is Kind.SHARDED])
-    is_same_size = saved.manifest.world_size == world.size
     load = {
         Kind.SHARED: loading.shared,
         Kind.SHARDED: loading.sharded,
-        Kind.OWN: loading.own if is_same_size else loading.merged,
+        Kind.OWN: loading.own,
     }
     try:
         for match in sorted(matches, key=lambda match: match.kind is Kind.OWN):  # per-rank states last, sent together
@@ -310,13 +314,15 @@ class Loading:
         self.load(match, match.entry.load, self.saved.objects[name], tensors)
 
     def own(self, match: Match) -> None:
-        """Load the state that this rank saved."""
+        """Load the state that this rank saved, or the states that a different number of ranks saved."""
+        name, entry, ranks = match.entry.name, match.entry, self.saved.ranks
+        if len(ranks) != self.world.size and not isinstance(entry.object, Replaceable):
+            self.load(match, entry.load_rank_states, [nodes[name] for nodes in ranks])
+            return
         tensors = self._own_tensors  # a collective, so outside the block that handles errors of a single rank
-        self.load(match, match.entry.load, self.saved.ranks[self.world.rank][match.entry.name], tensors)
-
-    def merged(self, match: Match) -> None:
-        """Load states that a different number of ranks saved."""
-        self.load(match, match.entry.load_rank_states, [nodes[match.entry.name] for nodes in self.saved.ranks])
+        self.load(match, entry.load, ranks[self.saved.source_of(self.world.rank)][name], tensors)
+        if self.world.rank >= len(ranks):
+            entry.object.replace_lost()
 
     def sharded(self, match: Match) -> None:
         """Load an optimizer from all ranks' shards, one shard at a time, so that no rank holds all of them."""
@@ -380,9 +386,17 @@ def _put_back(undo: Iterable[_Previous], step: int) -> None:
 
 def _warn_of_other_size(saved: Saved, world: World, entries: Sequence[Registered]) -> None:
     # With virtual ranks, each slice has its own random streams.
-    if saved.manifest.world_size != world.size and not any(virtual_ranks_of(entry.object) for entry in entries):
+    size = saved.manifest.world_size
+    if size < world.size and any(isinstance(entry.object, Replaceable) for entry in entries):
+        new = named_ranks(range(size, world.size))
         warn(
-            f"step {saved.step} was saved with world size {saved.manifest.world_size} and this run has {world.size}: "
+            f"step {saved.step} has no state of {new}; they continue from the weights and the outer state that all "
+            "islands share",
+            CheckpointWarning,
+        )
+    elif size != world.size and not any(virtual_ranks_of(entry.object) for entry in entries):
+        warn(
+            f"step {saved.step} was saved with world size {size} and this run has {world.size}: "
             "it continues with the same samples and means but not with the same bits, and random generators keep their "
             "current state; use virtual_ranks for the same bits",
             CheckpointWarning,

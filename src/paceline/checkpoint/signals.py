@@ -142,7 +142,8 @@ class StopRequests:
         world, step = consensus.here(), self._boundary.step
         if world.size == 1:
             return self._boundary.requests
-        if step < self._ask or self._boundary.joins:
+        # Between outer steps, a collective of all ranks would make islands wait for each other.
+        if step < self._ask or self._boundary.joins or self._boundary.is_apart:
             return 0
         now, (asked_step, at) = time.monotonic(), self._asked
         # Number of steps until the next exchange; all ranks use rank 0's number.

@@ -90,6 +90,11 @@ class Boundary:
         """Whether a model is inside ``join``, which lets ranks take different numbers of steps."""
         return any(map(joins, self._refresh_watched().modules))
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether a registered optimizer takes local steps, and has not averaged after the last one."""
+        return any(getattr(entry.object, "is_apart", False) for entry in self._entries())
+
     def watch(self, entry: Registered) -> None:
         """Watch the steps of `entry` if it is an optimizer."""
         if not entry.is_optimizer or id(entry.object) in self._hooks:

@@ -63,7 +63,7 @@ def leave_together(seconds: float) -> None:
         with suppress(DistError):  # all have passed the first barrier
             wait(store, world_size, f"{key_prefix}/passed", min(seconds, barrier_timeout))
 
-    store_util.barrier = barrier
+    store_util.barrier = barrier  # type: ignore[assignment]
 
 
 def close_outputs(handlers: Iterable[SubprocessHandler]) -> None:

@@ -1,0 +1,214 @@
+"""LocalSGD and DiLoCo: hand-computed tables, equality with DDP, islands, messages, and wrong arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD, AdamW
+
+from paceline import World
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import CommunicationError, UsageError
+from paceline.optim import DiLoCo, LocalSGD, ShardedOptimizer
+from twins import Pools
+
+# Two layers of one weight each, equal to 1 at first; every gradient is 2 on every rank; inner lr 1, outer lr 2,
+# sync_every 6, two fragments. Each row lists a layer's weight after inner steps 1, 2, 3, …, 12. By hand, for delay 1 and
+# alpha 0.5 at step 9: the message of step 8 is -7 - (-16) = 9, the outer weight -7 - 2 * 9 = -25, the local one -18, and
+# half of each -21.5.
+TABLES = {
+    (0, 0.0): (
+        [-1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41],
+        [-1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47],
+    ),
+    (0, 0.5): (
+        [-1, -3, -8, -10, -12, -14, -16, -18, -24.5, -26.5, -28.5, -30.5],
+        [-1, -3, -5, -7, -9, -17, -19, -21, -23, -25, -27, -32],
+    ),
+    (0, 1.0): ([-1, -3, -5, -7, -9, -11, -13, -15, -17, -19, -21, -23],) * 2,
+    (1, 0.0): (
+        [-1, -3, -7, -9, -11, -13, -15, -17, -27, -29, -31, -33],
+        [-1, -3, -5, -7, -9, -19, -21, -23, -25, -27, -29, -39],
+    ),
+    (1, 0.5): (
+        [-1, -3, -6, -8, -10, -12, -14, -16, -21.5, -23.5, -25.5, -27.5],
+        [-1, -3, -5, -7, -9, -15, -17, -19, -21, -23, -25, -29],
+    ),
+    (1, 1.0): ([-1, -3, -5, -7, -9, -11, -13, -15, -17, -19, -21, -23],) * 2,
+}
+OUTER = {
+    (0, 0.0): (-35, -47),
+    (0, 0.5): (-29, -35),
+    (0, 1.0): (-23, -23),
+    (1, 0.0): (-27, -39),
+    (1, 0.5): (-25, -31),
+    (1, 1.0): (-23, -23),
+}
+"""The outer weights after step 12."""
+
+
+def two_weights() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    nn.init.ones_(net[0].weight)
+    nn.init.ones_(net[1].weight)
+    return net
+
+
+def streaming(net: nn.Module, delay: int, alpha: float) -> DiLoCo:
+    inner, outer = SGD(net.parameters(), lr=1.0), SGD(net.parameters(), lr=2.0)
+    return DiLoCo(net, inner, outer, sync_every=6, fragments=2, delay=delay, alpha=alpha)
+
+
+def take(net: nn.Module, optimizer: Any) -> list[float]:
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    optimizer.step()
+    return [parameter.item() for parameter in net.parameters()]
+
+
+def table(_: World, delay: int, alpha: float) -> tuple[list[list[float]], list[float]]:
+    net = two_weights()
+    optimizer = streaming(net, delay, alpha)
+    rows = [take(net, optimizer) for _ in range(12)]
+    optimizer.use_outer_weights()
+    return rows, [parameter.item() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("delay", "alpha"), TABLES)
+def test_weights_are_those_of_the_hand_computed_table(pools: Pools, ranks: int, delay: int, alpha: float) -> None:
+    for rows, outer in pools.run(ranks, table, delay, alpha):
+        assert [list(layer) for layer in zip(*rows, strict=True)] == list(map(list, TABLES[delay, alpha]))
+        assert outer == list(OUTER[delay, alpha])
+
+
+# -- islands ----------------------------------------------------------------------------------------------------------
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 700), nn.Linear(700, 2))
+
+
+def wrapped(world: World, net: nn.Module, islands: int) -> nn.Module:
+    """Return `net` as a replica of one of the `islands`; with one rank each, the plain module."""
+    if islands == world.size:
+        return net
+    mesh = init_device_mesh("cpu", (islands, world.size // islands), mesh_dim_names=("between", "inside"))
+    return DistributedDataParallel(net, device_mesh=mesh["inside"])
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    model(batch(rank, step)).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(net: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+
+
+def momentum(net: nn.Module) -> SGD:
+    return SGD(net.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+
+def beside_ddp(world: World, islands: int) -> tuple[Tensor, Tensor]:
+    net, twin = network(world.rank), network(0)
+    model = wrapped(world, net, islands)
+    inner, outer = SGD(net.parameters(), lr=0.1), SGD(net.parameters(), lr=1.0)
+    optimizer, replica = DiLoCo(model, inner, outer, sync_every=1), DistributedDataParallel(twin)
+    train(model, optimizer, world.rank, range(5))
+    train(replica, SGD(twin.parameters(), lr=0.1), world.rank, range(5))
+    return weights(net), weights(twin)
+
+
+@pytest.mark.parametrize(("ranks", "islands"), [(2, 2), (3, 3), (4, 2)])
+def test_averaging_every_step_equals_data_parallel_training(pools: Pools, ranks: int, islands: int) -> None:
+    for own, twin in pools.run(ranks, beside_ddp, islands):
+        torch.testing.assert_close(own, twin, rtol=1e-4, atol=1e-6)
+
+
+def averaged(world: World, islands: int, every: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights after each step of LocalSGD, and of the same training without averages."""
+    net, twin = network(), network()
+    model = wrapped(world, net, islands)
+    optimizer, rows, own = LocalSGD(model, SGD(net.parameters(), lr=0.1), sync_every=every), [], []
+    alone, inner = wrapped(world, twin, islands), SGD(twin.parameters(), lr=0.1)
+    for step in range(every):
+        train(model, optimizer, world.rank, range(step, step + 1))
+        train(alone, inner, world.rank, range(step, step + 1))
+        rows.append(weights(net))
+        own.append(weights(twin))
+    return rows, own
+
+
+@pytest.mark.parametrize(("ranks", "islands"), [(2, 2), (4, 2)])
+def test_local_sgd_averages_parameters_every_h_steps(pools: Pools, ranks: int, islands: int) -> None:
+    results = pools.run(ranks, averaged, islands, 3)
+    for rows, own in results:
+        assert all(torch.equal(row, alone) for row, alone in zip(rows[:2], own[:2], strict=True))
+        assert not torch.equal(rows[2], own[2])
+    means = sum(own[2].double() for _, own in results) / ranks
+    for rows, _ in results:
+        assert torch.equal(rows[2], results[0][0][2])
+        torch.testing.assert_close(rows[2], means.float())
+
+
+def streams(
+    world: World, islands: int, compress: Any, steps: int = 12, resumed_at: int | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """Train, and return local weights, final weights and the number of bytes sent."""
+
+    def make() -> tuple[nn.Module, nn.Module, DiLoCo]:
+        net = network()
+        model = wrapped(world, net, islands)
+        parts = AdamW(net.parameters(), lr=0.01), momentum(net)
+        return net, model, DiLoCo(model, *parts, sync_every=6, fragments=2, delay=1, alpha=0.25, compress=compress)
+
+    net, model, optimizer = make()
+    train(model, optimizer, world.rank, range(resumed_at or steps))
+    if resumed_at is not None:
+        state = optimizer.state_dict()
+        net, model, optimizer = make()
+        optimizer.load_state_dict(state)
+        train(model, optimizer, world.rank, range(resumed_at, steps))
+    local = weights(net)
+    optimizer.sync()
+    return local, torch.cat([weights(net), net[1].running_mean, net[1].running_var]), optimizer.islands.bytes_on_wire
+
+
+@pytest.mark.parametrize("compress", [None, "fp16", "int8"])
+def test_compressed_messages_are_smaller_and_close_to_exact(pools: Pools, compress: str | None) -> None:
+    exact, sent = pools.run(4, streams, 2, None), pools.run(4, streams, 2, compress)
+    for (_, own, count), (_, reference, whole) in zip(sent, exact, strict=True):
+        assert torch.equal(own, sent[0][1])  # every rank has the same bits after sync()
+        torch.testing.assert_close(own, reference, rtol=0.05, atol=0.05)
+        factor = {None: 1, "fp16": 2, "int8": 3.9}[compress]
+        assert count == whole == 0 or whole / count == pytest.approx(factor, rel=0.02)
+
+
+@pytest.mark.parametrize("compress", [None, "int8"])
+@pytest.mark.parametrize(("ranks", "islands"), [(2, 2), (4, 2), (1, 1)])
+def test_state_at_any_inner_step_continues_with_the_same_bits(
+    pools: Pools, ranks: int, islands: int, compress: str | None
+) -> None:
+    whole = pools.run(ranks, streams, islands, compress)
+    for stopped_at in range(1, 8):  # with and without a message under way
+        for resumed, undisturbed in zip(
+            pools.run(ranks, streams, islands, compress, 12, stopped_at), whole, strict=True
+        ):
+            assert torch.equal(resumed[0], undisturbed[0])
+            assert torch.equal(resumed[1], undisturbed[1])
