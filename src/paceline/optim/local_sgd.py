@@ -374,9 +374,10 @@ class DiLoCo(Outer):
 
     def _numbers(self, fragment: list[nn.Parameter]) -> Tensor:
         # In the parameters' dtype first, so that unchanged parameters have a change of zero.
-        began = [self._outer_weights[parameter].to(parameter.dtype) for parameter in fragment]
-        dtype = _wide(fragment)
-        return _flat(began, dtype).sub_(_flat(fragment, dtype))
+        changes = _flat([self._outer_weights[parameter].to(parameter.dtype) for parameter in fragment], _wide(fragment))
+        for change, parameter in zip(views_of(changes, fragment), fragment, strict=True):
+            change.sub_(parameter)
+        return changes
 
     def _apply(self, fragment: list[nn.Parameter], means: list[Tensor]) -> None:
         for parameter, mean in zip(fragment, means, strict=True):
