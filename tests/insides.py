@@ -151,7 +151,6 @@ _NAMES = {
     "tools.explain.drawing": "Cell",
     "tools.explain.explain_command": "KNOWN MOST_RANKS scenes",
     "tools.explain.scene": "Frame page=scene_page sheet",
-    "tools.explain.slices": "expression steps",
     "tools.main": "main",
     "tools.memory_estimate.activations": "Activations Batch activations_of",
     "tools.memory_estimate.models": "BuiltModel",
