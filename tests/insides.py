@@ -160,7 +160,7 @@ _NAMES = {
     "tools.notebook.output": "Folding PATIENCE_S",
     "tools.notebook.processes": "Process Processes",
     "tools.notebook.rank": "Channel Rank",
-    "tools.plan.report": "Outlook Plan document look_ahead plot_outlook notes=report_notes trainings_table",
+    "tools.plan.report": "Outlook Plan document look_ahead notes=report_notes trainings_table",
     "tools.profile_command": "ProfileSettings parts_table print_summary",
     "tools.program": "option",
     "tools.recipes.configs": "DEFAULT_MODEL DigitsConfig LmConfig MrpcConfig",
