@@ -165,7 +165,7 @@ _NAMES = {
     "tools.program": "option",
     "tools.recipes.configs": "DEFAULT_MODEL DigitsConfig LmConfig MrpcConfig",
     "tools.recipes.datasets": "COLUMNS read_folder",
-    "tools.recipes.mrpc": "remark train_mrpc",
+    "tools.recipes.mrpc": "train_mrpc",
     "tools.run_options": "add_own_options",
     "tools.top": "ENDED JobView RUNNING RankStatus STARTING choose describe find_straggler",
     "train.checkpoints": "DataIdentity Saves fingerprint",
