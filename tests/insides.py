@@ -155,7 +155,7 @@ _NAMES = {
     "tools.memory_estimate.activations": "Activations Batch activations_of",
     "tools.memory_estimate.models": "BuiltModel",
     "tools.notebook.cell_parser": "Start parsed_start pulled ranks_in routed",
-    "tools.notebook.execution": "Conversation Shown Wait wait_in",
+    "tools.notebook.execution": "Conversation Wait wait_in",
     "tools.notebook.magics": "RankMagics",
     "tools.notebook.output": "Folding PATIENCE_S",
     "tools.notebook.processes": "Process Processes",
