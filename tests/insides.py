@@ -124,7 +124,7 @@ _NAMES = {
     ),
     "profiler.measurements": "DeviceTimes Forwards GradientNorms LAG",
     "profiler.operator_table": "Operator OperatorTable operators_in overlap_of_kernels read_trace tabulate",
-    "profiler.page": "find_outliers page",
+    "profiler.page": "page",
     "profiler.profiling": "RESULTS write_results",
     "profiler.rank_file": (
         "KILLED RankRecord path_of FOLDER=rank_file_FOLDER read_ranks trace_of write_facts write_steps"
