@@ -79,7 +79,7 @@ def test_frames_match_the_schedule_run_on_numbers(name: str, size: int) -> None:
     assert shown == [(state * mask).tolist() for state, mask in zip(play(schedule), needed, strict=True)]
 
 
-@pytest.mark.parametrize("ranks", [1, 9])
+@pytest.mark.parametrize("ranks", [1, MOST_RANKS])
 @pytest.mark.parametrize("what", KNOWN)
 def test_sheet_and_page_are_complete_and_offline(what: str, ranks: int) -> None:
     drawn = scenes(what, ranks)
@@ -180,7 +180,7 @@ def test_overlap_pictures_match_the_arithmetic() -> None:
 REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown": (["foo"], "WHAT is 'foo'; choose one of collectives, ring, tree"),
     "nothing": ([], "WHAT"),
-    "too many ranks": (["tree", "--ranks", "17"], "'--ranks': Input should be less than or equal to 16"),
+    "too many ranks": (["tree", "--ranks", "9"], "'--ranks': Input should be less than or equal to 8"),
     "suffix": (["ring", "--out", "ring.png"], "must end in .svg"),
     "no folder": (["ring", "--out", "/nowhere/ring.svg"], "cannot be written: No such file or directory"),
 }

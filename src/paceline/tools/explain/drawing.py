@@ -152,11 +152,10 @@ class Grid:
     def __init__(self, size: int, rows: Sequence[str], is_bowed: bool = False) -> None:
         self.size, self.rows, self.is_bowed = size, rows, is_bowed
         self.symbols = {"tip": TIP}
-        self.is_numbered = size <= 8
-        self.wide = max(44.0, SLOT * size) if self.is_numbered else 44.0
+        self.wide = max(44.0, SLOT * size)
         self.slot = self.wide / size
         self.pitch = self.wide + 24
-        self.high = 18.0 if self.is_numbered else 24.0
+        self.high = 18.0
         self.room = 24.0 if is_bowed else 15.0
         """Height for arrows above a row."""
         self.left = 12 + 7.5 * max(map(len, ("rank", *rows)))
@@ -209,13 +208,9 @@ class Grid:
             words = text(middle, baseline, cell.label, "digit" if cell.terms else "number", "middle")
             return box(0, 0, self.wide, self.high, kind) + words
         drawn = box(0, 0, self.wide, self.high, "cell")
-        top = 1.5 if self.is_numbered else 15.0
         for rank in sorted(set(cell.terms)):
-            drawn += box(rank * self.slot, top, self.slot, self.high - top - 1.5, f"k{rank}")
-            if self.is_numbered:
-                drawn += text((rank + 0.5) * self.slot, baseline, str(rank), "digit", "middle")
-        if not self.is_numbered:
-            drawn += text(middle, 12, str(len(cell.terms)), "number", "middle")
+            drawn += box(rank * self.slot, 1.5, self.slot, self.high - 3, f"k{rank}")
+            drawn += text((rank + 0.5) * self.slot, baseline, str(rank), "digit", "middle")
         return drawn
 
     def _arrow(self, source: int, destination: int, row: int) -> str:

@@ -21,7 +21,7 @@ SCHEDULES = {
 }
 """Subjects that show schedules, with the names of the schedules."""
 KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "bubble")
-MOST_RANKS = 16
+MOST_RANKS = 8
 """Maximum number of ranks in a legible picture."""
 EXAMPLES = "\n\n".join(
     (
@@ -37,7 +37,7 @@ EXAMPLES = "\n\n".join(
 
 def explain(
     subject: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(KNOWN)}.", show_default=False)],
-    ranks: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Ranks in the picture, 1 to 16.")] = 4,
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Ranks in the picture, 1 to 8.")] = 4,
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or an animated page (.html).")
     ] = None,
