@@ -97,9 +97,8 @@ class Boundary:
 
     def watch(self, entry: Registered) -> None:
         """Watch the steps of `entry` if it is an optimizer."""
-        if not entry.is_optimizer or id(entry.object) in self._hooks:
-            return
-        self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
+        if (optimizer := entry.stepping) is not None and id(optimizer) not in self._hooks:
+            self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._optimizer_steps)
 
     def resume_from(self, step: int) -> None:
         """Continue from `step`; all registered objects already have its states."""
