@@ -29,7 +29,6 @@ from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shared_parameters import SharedParameters
 
 if TYPE_CHECKING:
-    from paceline.ddp.compute_check import ComputeCheck
     from paceline.ddp.virtual_ranks import VirtualRanks
 
 Arguments = ParamSpec("Arguments")
@@ -104,22 +103,18 @@ class Connection:
     """Compares the replicas periodically."""
     virtual_ranks: VirtualRanks | None = None
     """Sums the gradients of a rank's slices; None without virtual ranks."""
-    compute_check: ComputeCheck | None = None
-    """Recomputes some slices to check them; None without ``check_compute_every``."""
 
     def with_virtual_ranks(self, options: Options) -> Connection:
         """Return the connection, extended with sums of gradients and statistics over slices; called on all ranks."""
-        from paceline.ddp.compute_check import ComputeCheck  # few wrappers need this import
-        from paceline.ddp.virtual_ranks import VirtualRanks
+        from paceline.ddp.virtual_ranks import VirtualRanks  # few wrappers need this import
 
-        count, every = options.virtual_ranks, options.check_compute_every
+        count = options.virtual_ranks
         virtual_ranks = VirtualRanks(self.reducer, count)
         self.buffers.statistics = virtual_ranks.statistics
         # After the two extensions that may refuse a backward pass, because SharedParameters records that parameters are
         # shared, and before the extensions that read the gradients of all slices.
         self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
-        check = ComputeCheck(every, self.reducer, virtual_ranks) if every else None
-        return replace(self, virtual_ranks=virtual_ranks, compute_check=check)
+        return replace(self, virtual_ranks=virtual_ranks)
 
 
 def connect(

@@ -49,8 +49,6 @@ class Options:
     """Whether buffers are made equal at the start."""
     check_replicas_every: int
     """Number of optimizer steps between comparisons of the replicas; 0 for no comparisons."""
-    check_compute_every: int
-    """Number of steps between checks that a slice's gradients are computed correctly; 0 for no checks."""
     virtual_ranks: int
     """Number of slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
@@ -62,7 +60,7 @@ class Options:
         init_sync: object,
         buffer_sync: tuple[bool | None, bool | None],
         unused: tuple[object, bool],
-        checks: tuple[bool, int | None, int | None],
+        checks: tuple[bool, int | None],
         sums: tuple[torch.dtype | None, int | None],
         lazy_buckets: bool,
     ) -> Options:
@@ -74,7 +72,7 @@ class Options:
             unused: ``unused_parameters``, and whether one of torch's arguments says that some are expected.
             lazy_buckets: ``lazy_bucket_allocation``.
             sums: ``reduce_dtype`` and ``virtual_ranks``, which determine the bits of the sums.
-            checks: ``check_finite``, ``check_replicas_every`` and ``check_compute_every``.
+            checks: ``check_finite`` and ``check_replicas_every``.
         """
         if lazy_buckets:  # buckets that exist only during backward; users would rely on the memory savings
             raise UsageError(
@@ -92,7 +90,6 @@ class Options:
             check_finite=checks[0],
             reduce_dtype=check_reduce_dtype(reduce_dtype),
             check_replicas_every=check_interval("check_replicas_every", checks[1]),
-            check_compute_every=check_computed(checks[2], virtual_ranks),
             virtual_ranks=check_summable(virtual_ranks, reduce_dtype),
             syncs_buffers=syncs,
             # As in torch, broadcast_buffers=False also leaves buffers alone at the start; forward_sync_buffers does
@@ -191,16 +188,6 @@ def check_interval(name: str, every: int | None) -> int:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise UsageError(f"{name} must be a number of optimizer steps >= 1, or None, not {every!r}")
     return every
-
-
-def check_computed(every: int | None, virtual_ranks: int | None) -> int:
-    """Check ``check_compute_every``, and return it as a number of steps; 0 if it is None."""
-    interval = check_interval("check_compute_every", every)
-    if interval and virtual_ranks is None:
-        raise UsageError(
-            f"check_compute_every={every} compares slices and needs virtual_ranks; also give virtual_ranks"
-        )
-    return interval
 
 
 def check_summable(count: int | None, reduce_dtype: torch.dtype | None) -> int:

@@ -12,8 +12,7 @@ EasyScale (Li et al., SC '23) trains with logical workers in a similar way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from paceline.core.digests import quick_digest
 from paceline.core.torch_distributed import local_of
 from paceline.core.torch_internals import add_each, is_plain, queue_callback
-from paceline.core.virtual_ranks import Slices
 from paceline.ddp.arrivals import gradient_of
 from paceline.ddp.backward import Backward
 from paceline.ddp.buckets import Bucket
@@ -144,17 +142,6 @@ class SliceBuffers:
         return SavedBuffers(self._watch.module, {(id(layer), name) for layer, name in self._statistics.buffers})
 
 
-Begin = Callable[[int, Sequence[int]], None]
-"""Function that begins a slice; see :meth:`VirtualRanks.begin_slice`."""
-
-
-def in_order(begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
-    """Yield a rank's slices of a step in order: the slices in `filled`, or the first slice if none has samples."""
-    for number in filled or [0]:
-        begin(number, filled)
-        yield batches.seeded(number)
-
-
 class VirtualRanks(Extension):
     """Adds up the gradients of this rank's slices.
 
@@ -184,8 +171,6 @@ class VirtualRanks(Extension):
         parameter."""
         self._left: list[tuple[int, int]] | None = None
         """Id and version of each gradient at the end of the slice's backward pass; None before it ends."""
-        self.is_repeat = False
-        """Whether the current slice is being repeated for a compute check, so that its results do not count."""
 
     def begin_slice(self, number: int, filled: Sequence[int]) -> None:
         """Begin this rank's slice `number` of a step; gradients are synchronized in the last slice.
@@ -218,12 +203,6 @@ class VirtualRanks(Extension):
         self._is_last = number in filled[-1:] or not filled
         self._reducer.set_sync(self._is_last)
 
-    def begin_repeat(self) -> None:
-        """Begin a repetition of a slice, whose results do not count."""
-        self.is_repeat = True
-        self.statistics.begin_repeat()
-        self._reducer.set_sync(False)
-
     def end_step(self) -> None:
         """Raise if the last slice skipped its backward pass, because the other slices' gradients would be lost."""
         if not self._is_last:  # usual case: the last slice's backward pass has ended the step
@@ -252,10 +231,6 @@ class VirtualRanks(Extension):
             self._buffers.leave_step()
         self._forget()
         return is_under_way
-
-    def drop(self) -> None:
-        for parameter in self._reducer.trained.parameters:
-            parameter.grad = None
 
     def begin_local(self) -> None:
         """At the end of a slice's backward pass, record the gradients that it produced."""

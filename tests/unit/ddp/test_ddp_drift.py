@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from models import chain
 from paceline import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.errors import ReplicaMismatch, UsageError, WrongComputation
+from paceline.errors import ReplicaMismatch, UsageError
 from paceline.optim import ShardedOptimizer
 from paceline.testing import assert_replicas_equal
 from ranks import RankFailed
@@ -285,39 +284,6 @@ def test_scale_grad_by_freq_warns_on_several_ranks(pools: Pools, kind: Any) -> N
     assert "scale_grad_by_freq=True" in message
     assert place == __file__
     assert nothing == []
-
-
-class FunctionalNorm(nn.Module):
-    """Rescales the rows it reads, without using a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.rows = nn.Parameter(torch.randn(32, 3))
-
-    def forward(self, index: Tensor) -> Tensor:
-        return F.embedding(index, self.rows, max_norm=0.5).square().sum(-1) @ torch.arange(1.0, 3.0)
-
-
-def train_functional(world: World) -> str:
-    model = DistributedDataParallel(FunctionalNorm(), virtual_ranks=4, check_compute_every=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    index = torch.randint(0, 32, (64, 2), generator=torch.Generator().manual_seed(1))
-    try:
-        for x in accumulate(model, DataLoader(index, 16)):
-            model(x).mean().backward()
-            if model.do_sync:
-                optimizer.step()
-                optimizer.zero_grad()
-    except (WrongComputation, ReplicaMismatch) as error:
-        return str(error)
-    return ""
-
-
-def test_compute_check_suspects_the_forward_before_faulty_memory(pools: Pools) -> None:
-    for message in pools.run(2, train_functional):
-        assert "'rows'" in message
-        assert message.index("forward") < message.index("faulty memory")
 
 
 # -- parameters averaged by no wrapper ---------------------------------------------------------------------------------

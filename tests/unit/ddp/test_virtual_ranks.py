@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import paceline
 from insides import seed_all, seed_of_slice
@@ -115,21 +115,7 @@ def step_in_a_hook(count: int) -> None:
         model(batch).sum().backward()
 
 
-class Unpicklable(Dataset[Any]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return lambda: index
-
-
-def unpicklable() -> None:
-    next(accumulate(wrap(check_compute_every=10), DataLoader(Unpicklable(), 8, collate_fn=list)))
-
-
 IN_A_HOOK = "the call runs in a hook, before this backward has averaged its gradients"
-SAME_BITS = "check_compute_every=10 compares slices and needs virtual_ranks; also give virtual"
-EVERY = "check_compute_every must be a number of optimizer steps >= 1, or None, not"
 LOOP = "loop over paceline.accumulate(model, loader)"
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "not divided": (lambda: wrap(count=1), "2 ranks do not divide virtual_ranks=1; start 1"),
@@ -153,10 +139,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 2))),
         "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices",
     ),
-    "check without": (lambda: DistributedDataParallel(nn.Linear(4, 4), check_compute_every=10), SAME_BITS),
-    "check every 0": (lambda: wrap(check_compute_every=0), f"{EVERY} 0"),
-    "check every -3": (lambda: wrap(check_compute_every=-3), f"{EVERY} -3"),
-    "check of lambdas": (unpicklable, "a batch of rank 0 cannot be pickled"),
 }
 
 
@@ -264,10 +246,10 @@ def change(kind: str, module: Any, optimizer: torch.optim.Optimizer) -> None:
             optimizer.add_param_group({"params": [*module[-3].parameters(), *module[-2].parameters()]})
 
 
-def train_module(world: World, kind: str, forwards: int = 1, check: int | None = None) -> bytes:
+def train_module(world: World, kind: str, forwards: int = 1) -> bytes:
     """Train and return weights and buffers."""
     module = network(kind)
-    model = DistributedDataParallel(module, virtual_ranks=COUNT, check_compute_every=check)
+    model = DistributedDataParallel(module, virtual_ranks=COUNT)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     steps, loader = 0, DataLoader(rows(), ROWS_OF_A_BATCH, shuffle=True)
     for _ in range(2):
@@ -299,11 +281,6 @@ def train_module(world: World, kind: str, forwards: int = 1, check: int | None =
 def test_weights_have_the_same_bits_on_1_2_and_4_ranks(pools: Pools, run: Any, kind: str, options: Any) -> None:
     results = [pools.run(size, run, kind, options) for size in (1, 2, 4)]
     assert len({weights for of_world in results for weights in of_world}) == 1
-
-
-@pytest.mark.parametrize("kind", ["buffers", "thawed"])
-def test_repeated_slices_do_not_change_the_result(pools: Pools, kind: str) -> None:
-    assert pools.run(4, train_module, kind, 1, 1) == pools.run(1, train_module, kind) * 4
 
 
 def buffers_after_a_step(world: World) -> tuple[int, Tensor, Tensor]:
