@@ -105,12 +105,12 @@ class Connection:
     """Sums the gradients of a rank's slices; None without virtual ranks."""
 
     def with_virtual_ranks(self, options: Options) -> Connection:
-        """Return the connection, extended with sums of gradients and statistics over slices; called on all ranks."""
+        """Return the connection, extended with sums of gradients over slices; called on all ranks."""
         from paceline.ddp.virtual_ranks import VirtualRanks  # few wrappers need this import
 
         count = options.virtual_ranks
         virtual_ranks = VirtualRanks(self.reducer, count)
-        self.buffers.statistics = virtual_ranks.statistics
+        self.buffers.is_sliced = True
         # After the two extensions that may refuse a backward pass, because SharedParameters records that parameters are
         # shared, and before the extensions that read the gradients of all slices.
         self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
