@@ -68,6 +68,15 @@ def _delegated(name: str, *, needs_contiguous: bool = False) -> Any:
     return collective
 
 
+def _refused(reason: str) -> Any:
+    """Return a method that raises a UsageError with the `reason`."""
+
+    def refuse(group: PacelineProcessGroup, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(f"rank {group.rank()}: a process group of the paceline backend {reason}")
+
+    return refuse
+
+
 @class_never_compiled
 class PacelineProcessGroup(dist.ProcessGroup):
     """A process group whose CPU collectives run through shared memory among the ranks of a host.
@@ -437,25 +446,10 @@ class PacelineProcessGroup(dist.ProcessGroup):
         """Receive from any rank, without waiting for earlier operations."""
         return self._get_backend(tensors[0].device).recv_anysource(tensors, tag)
 
-    def split_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Reject ``dist.split_group``, which torch 2.15 also calls for groups without a device."""
-        raise UsageError(
-            f"rank {self.rank()}: a process group of the paceline backend cannot be split; call "
-            "dist.new_group(ranks) on all ranks"
-        )
-
-    def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Reject merging groups, just as :meth:`split_group` rejects splitting one."""
-        raise UsageError(
-            f"rank {self.rank()}: a process group of the paceline backend cannot be merged; call "
-            "dist.new_group(ranks) with the ranks of both groups"
-        )
-
-    def register_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Reject torch 2.15's hooks, which C++ calls only around its own collectives."""
-        raise UsageError(f"rank {self.rank()}: the paceline backend has no hooks around collectives; use 'gloo'")
-
-    register_post_hook = register_pre_hook
+    split_group = _refused("cannot be split; call dist.new_group(ranks) on all ranks")
+    merge_remote_group = _refused("cannot be merged; call dist.new_group(ranks) with the ranks of both groups")
+    # torch 2.15's hooks, which C++ calls only around its own collectives.
+    register_pre_hook = register_post_hook = _refused("has no hooks around collectives; use 'gloo'")
 
     def monitored_barrier(self, *arguments: Any, **options: Any) -> Any:
         """Delegate to Gloo; ``dist.monitored_barrier`` refuses every backend that is not called ``gloo``."""
