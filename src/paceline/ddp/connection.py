@@ -26,7 +26,6 @@ from paceline.ddp.module_changes import ModuleWatch, Named, OnChange, make_equal
 from paceline.ddp.options import Options, check_averaged, check_lookups, check_synchronized, trained_parameters
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replica_check import ReplicaCheck
-from paceline.ddp.shared_parameters import SharedParameters
 
 if TYPE_CHECKING:
     from paceline.ddp.virtual_ranks import VirtualRanks
@@ -139,8 +138,7 @@ def connect(
         if broadcast is not replicated and (init_sync or options.check_replicas_every):
             check_synchronized(replicated)
         if options.virtual_ranks or dist.get_world_size(wrapper.process_group) > 1:
-            is_first = dist.get_rank(wrapper.process_group) == 0
-            check_lookups(replica.module, wrapper.parameters_to_ignore, warns=is_first)
+            check_lookups(replica.module, wrapper.parameters_to_ignore)
     channel = open_channel(wrapper.process_group, replica.device)
     # Registered before anything below can raise, so that the channel is closed even if construction fails.
     finalize(wrapper, channel.close)
@@ -192,7 +190,7 @@ def _extensions_of(
         # These two may refuse a backward pass. GraphCapture comes first, because SharedParameters inspects gradients
         # and sets some of them aside.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
-        SharedParameters(trained, reducer.ledger, channel.members),
+        reducer.shared,
         # JoinedSteps comes next, so that it does not announce a refused backward pass to ranks without data.
         joined_steps,
         # Before all extensions that read averages, because late and sparse gradients complete them.

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from paceline.core.stacks import warn
 from paceline.core.torch_distributed import get_default_group, local_of
 from paceline.core.torch_internals import has_elements, has_overlap
 from paceline.core.unwrapping import plain_name
@@ -233,23 +232,17 @@ def check_initialized(module: nn.Module) -> None:
             )
 
 
-def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
-    """Refuse embeddings that rescale the rows a rank reads; warn if each rank counts row frequencies separately."""
+def check_lookups(module: nn.Module, ignored: set[str]) -> None:
+    """Refuse embeddings that rescale the rows a rank reads."""
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or f"{name}.weight".lstrip(".") in ignored:
             continue
-        kind = f"{type(layer).__name__} {plain_name(name)!r}"
         if layer.max_norm is not None:
             raise UsageError(
-                f"{kind} has max_norm={layer.max_norm:g}, so its forward rescales the rows that this rank reads, and "
-                "replicas would drift apart; set max_norm to None, and after optimizer.step() call layer.weight.data."
-                f"copy_(torch.renorm(layer.weight.data, {layer.norm_type:g}, 0, {layer.max_norm:g})) instead"
-            )
-        if layer.scale_grad_by_freq and warns:
-            warn(
-                f"{kind} has scale_grad_by_freq=True, which divides by how often a row occurs in the samples of one "
-                "rank or slice and not of the global batch, so gradients differ from those of one rank; leave it out "
-                "to avoid that"
+                f"{type(layer).__name__} {plain_name(name)!r} has max_norm={layer.max_norm:g}, so its forward rescales "
+                "the rows that this rank reads, and replicas would drift apart; set max_norm to None, and after "
+                "optimizer.step() call layer.weight.data.copy_(torch.renorm(layer.weight.data, "
+                f"{layer.norm_type:g}, 0, {layer.max_norm:g})) instead"
             )
 
 

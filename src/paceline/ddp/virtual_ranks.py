@@ -226,7 +226,7 @@ class VirtualRanks(Extension):
                 "loader), and add up the losses of a slice before its one backward()"
             )
         if backward.is_shared:
-            name = self._reducer.trained.names[min(self._reducer.extensions.common(), default=0)]
+            name = self._reducer.trained.names[min(self._reducer.shared.common(), default=0)]
             raise UsageError(
                 f"rank {rank}: virtual_ranks={self.count} cannot sum the gradient of {name!r}, which another wrapper "
                 "also has; wrap one module that contains both, or delete the other wrapper"

@@ -5,7 +5,6 @@ Equal changes are allowed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -268,22 +267,6 @@ def test_embedding_with_max_norm_is_refused_unless_ignored(pools: Pools, kind: A
     pools.run(2, wrap_lookup, kind, {})
     pools.run(1, wrap_lookup, kind, {})
     pools.run(1, wrap_lookup, kind, {"virtual_ranks": 2})
-
-
-def warnings_of(world: World, kind: Any) -> list[tuple[str, str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        DistributedDataParallel(kind(30, 4, scale_grad_by_freq=True))
-    return [(str(warning.message), warning.filename) for warning in caught]
-
-
-@pytest.mark.parametrize("kind", LOOKUPS)
-def test_scale_grad_by_freq_warns_on_several_ranks(pools: Pools, kind: Any) -> None:
-    assert pools.run(1, warnings_of, kind) == [[]]
-    [[(message, place)], nothing] = pools.run(2, warnings_of, kind)
-    assert "scale_grad_by_freq=True" in message
-    assert place == __file__
-    assert nothing == []
 
 
 # -- parameters averaged by no wrapper ---------------------------------------------------------------------------------
