@@ -291,18 +291,16 @@ class PacelineProcessGroup(dist.ProcessGroup):
         return self._submit(run, tensors, options)
 
     def allgather(self, outputs: Any, tensors: Any = None, opts: Any = None) -> Any:
-        """All-gather; native for CPU tensors. Uneven tensors, which Gloo rejects, are broadcast from each rank."""
+        """All-gather; native for CPU tensors."""
         options = options_of(AllgatherOptions, opts)
         tensor, targets = tensors[0], outputs[0]
         if not self._is_native([tensor, *targets]) or any(output.dtype != tensor.dtype for output in targets):
             return self._backend_for(tensor).allgather(outputs, tensors, options)
-        if len(targets) != self.size() or targets[self.rank()].numel() != tensor.numel():
+        if len(targets) != self.size() or any(output.numel() != tensor.numel() for output in targets):
             raise UsageError(
                 f"rank {self.rank()}: all_gather of a tensor of {tensor.numel()} elements into tensors of "
-                f"{[output.numel() for output in targets]}; give {self.size()}, each like the tensor of its rank"
+                f"{[output.numel() for output in targets]}; give {self.size()} of the same size"
             )
-        if any(output.numel() != tensor.numel() for output in targets):
-            return self._allgather_uneven(targets, tensor, options)
 
         def run() -> None:
             with ExitStack() as stack:
@@ -314,15 +312,6 @@ class PacelineProcessGroup(dist.ProcessGroup):
         # already be running, but only a future reads the value, and none exists before this method returns.
         handle.value = lambda: [torch.stack(targets)]
         return handle
-
-    def _allgather_uneven(self, targets: Sequence[Tensor], tensor: Tensor, options: Any) -> Handle:
-        def run() -> None:
-            targets[self.rank()].copy_(tensor.view_as(targets[self.rank()]))
-            for root, output in enumerate(targets):
-                with Flat(output) as flat:
-                    self._native.broadcast(flat, root)
-
-        return self._submit(run, targets, options)
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         """All-gather into one tensor: ``all_gather_into_tensor``."""
