@@ -78,7 +78,6 @@ _NAMES = {
     "ddp.buckets": "Bucket arrival_order assign overlap",
     "ddp.channel": "ExposedTime MOST_PENDING SAMPLED TEST_HOST_CHANNEL open_channel open_host_group",
     "ddp.comm_hook": "GradBucket",
-    "ddp.compute_check": "Fault judge",
     "ddp.control_block": "ControlBlock Status StatusDigest tail_width",
     "ddp.exchange": "QuietSteps USUAL_STEPS",
     "ddp.extensions": "GraphCapture unused_message",

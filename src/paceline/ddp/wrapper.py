@@ -115,9 +115,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         check_replicas_every: number of steps between comparisons of the ranks' parameter fingerprints; by default
             after steps 1, 3, 7, 15, 31, …; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank.
             Costs one read of the parameters, and does not detect wrong averages.
-        check_compute_every: with `virtual_ranks`, number of steps between checks that recompute a slice on a second
-            rank; if the bits differ, :class:`~paceline.errors.WrongComputation` is raised on every rank, before the
-            step is taken.
         virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same
             tree for any number of ranks that divides V, so the weights are bit-identical on 1, 2, …, V ranks. Loop
             over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
@@ -192,7 +189,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         check_finite: bool = False,
         reduce_dtype: torch.dtype | None = None,
         check_replicas_every: int | None = None,
-        check_compute_every: int | None = None,
         virtual_ranks: int | None = None,
     ) -> None:
         nn.Module.__init__(self)  # skip torch DDP's __init__, which would build its reducer
@@ -207,7 +203,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             init_sync=init_sync,
             capacity=(bucket_cap_mb, bucket_cap_mb_list),
             unused=(unused_parameters, find_unused_parameters or static_graph or skip_all_reduce_unused_params),
-            checks=(check_finite, check_replicas_every, check_compute_every),
+            checks=(check_finite, check_replicas_every),
             sums=(reduce_dtype, virtual_ranks),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
             lazy_buckets=lazy_bucket_allocation,
@@ -559,12 +555,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """The number of the current slice among this rank's slices, starting at 0; always 0 without virtual ranks."""
         slices = None if self._connection is None else self._connection.virtual_ranks
         return 0 if slices is None else slices.number
-
-    @property
-    def is_repeat(self) -> bool:
-        """Whether the current slice is a repetition for ``check_compute_every``, whose results do not count."""
-        slices = None if self._connection is None else self._connection.virtual_ranks
-        return slices is not None and slices.is_repeat
 
     # -- uneven inputs ------------------------------------------------------------------------------------------
 

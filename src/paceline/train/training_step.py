@@ -73,8 +73,7 @@ class TrainingStep:
         with self._model.weight(weight):
             # The scale is the gradient of the loss, not a factor, so that a mean is recognized in every precision.
             loss.backward(None if self.scaler is None else self.scaler.scale(torch.ones_like(loss)))
-        # A slice that is computed again to compare its bits counts only once.
-        if not (is_empty or self._model.is_repeat):
+        if not is_empty:
             self._window.append((loss.detach(), weight, self._model.slice_number))
 
     def finish(self) -> bool:
