@@ -133,6 +133,11 @@ class Registered:
                 f"step {step} was not saved: {self.name!r} is in the middle of an accumulation window, and a resume "
                 "would lose its gradients; save after optimizer.step(), when model.do_sync is true"
             )
+        if not self.per_rank and getattr(self.object, "has_local_parameters", False):
+            raise UsageError(
+                f"step {step} was not saved: {self.name!r} is inside local_steps(), so each rank has its own parameters, "
+                "but only those of rank 0 would be saved; register the model and its optimizer with per_rank=True"
+            )
 
     def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
         """Return the node of the object's state, and add its tensors to `encoder`, named with `prefix`."""

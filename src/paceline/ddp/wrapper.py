@@ -683,6 +683,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         use_hook(state, hook, reducer, self._replica, self._options, self.process_group)
         self._comm_hooks.append((hook, state))
 
+    @property
+    def has_local_parameters(self) -> bool:
+        """Whether the program is inside :meth:`local_steps`, so that ranks may have different parameters."""
+        ledger = self._replica.ledger
+        return ledger.in_local_steps and ledger.has_peers
+
     # -- state and costs ----------------------------------------------------------------------------------------
 
     def holds_local_gradients(self) -> bool:

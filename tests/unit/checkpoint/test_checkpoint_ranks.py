@@ -394,6 +394,18 @@ def train_local(world: World, folder: str, first: int, last: int) -> torch.Tenso
         return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
+def save_as_shared(_: World, folder: str) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    with Checkpointer(folder) as checkpointer, model.local_steps():
+        checkpointer.register("model", model)
+        with pytest.raises(UsageError, match=r"each rank has its own parameters.* register the model .* per_rank=True"):
+            checkpointer.save(1)
+
+
+def test_save_in_local_steps_needs_a_model_per_rank(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, save_as_shared, str(tmp_path))
+
+
 def test_post_local_sgd_resumes_exactly_at_any_step(pools: Pools, tmp_path: Path) -> None:
     """Registering the optimizer inside it lost the averager's step (pytorch/pytorch#74556)."""
     expected = pools.run(2, train_local, str(tmp_path / "whole"), 0, 8)
