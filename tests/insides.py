@@ -188,7 +188,7 @@ _MODULES = (
     "tools.bench.measure tools.checkpoint_files tools.explain.bubble tools.explain.buckets tools.explain.collectives "
     "tools.hub tools.main=tools_main tools.memory_estimate.footprints tools.memory_estimate.heap "
     "tools.recipes.commands tools.recipes.datasets tools.recipes.lm tools.recipes.mrpc tools.run_command "
-    "tools.run_options train.checkpoints train.training_step "
+    "tools.run_options train.checkpoints train.loop train.training_step "
 )
 """The internal modules whose attributes tests read or replace; ``module=alias`` as above."""
 

@@ -135,8 +135,8 @@ class Registered:
             )
         if not self.per_rank and getattr(self.object, "has_local_parameters", False):
             raise UsageError(
-                f"step {step} was not saved: {self.name!r} is inside local_steps(), so each rank has its own parameters, "
-                "but only those of rank 0 would be saved; register the model and its optimizer with per_rank=True"
+                f"step {step} was not saved: in local_steps(), each rank has its own parameters of {self.name!r}, but "
+                "only those of rank 0 would be saved; register the model and its optimizer with per_rank=True"
             )
 
     def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
