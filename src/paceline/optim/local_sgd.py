@@ -26,11 +26,11 @@ from paceline.optim.islands import Compression, Islands, Lost, Message
 
 _LOCAL = "local"
 """Key of this module's part of a state dict; the rest is the inner optimizer's state dict."""
-_CANNOT_BE_INNER = {"ShardedOptimizer", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "Outer"}
+_CANNOT_BE_INNER = {"ShardedOptimizer", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "IslandOptimizer"}
 
 
-class Outer(Optimizer):
-    """Base of :class:`LocalSGD` and :class:`DiLoCo`: counts inner steps, and exchanges one fragment after another."""
+class IslandOptimizer(Optimizer):
+    """Base of LocalSGD and DiLoCo: takes inner steps, and exchanges one fragment after another."""
 
     state_is_per_rank = True
     """Tells a Checkpointer that each rank has its own state."""
@@ -127,8 +127,7 @@ class Outer(Optimizer):
         """Average now, so that all islands have the same weights, for example at the end of the training.
 
         Call it on all ranks, after the same number of steps. It also averages floating-point buffers. The next round
-        begins with the next step. A second call before the next step only
-        averages buffers.
+        begins with the next step; a second call before that step averages only buffers.
 
         Raises:
             CommunicationError: if another island does not answer in time; names the island.
@@ -265,7 +264,7 @@ class Outer(Optimizer):
         raise UsageError(f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state")
 
 
-class LocalSGD(Outer):
+class LocalSGD(IslandOptimizer):
     """Averages the parameters of all islands every `sync_every` steps of `optimizer` (Stich, arXiv 1805.09767).
 
     An island is the process group of the wrapper `model`. In a job of two hosts with four GPUs each::
@@ -310,7 +309,7 @@ class LocalSGD(Outer):
             parameter.copy_(mean)
 
 
-class DiLoCo(Outer):
+class DiLoCo(IslandOptimizer):
     """Takes an `outer` step with the mean change of all islands, every `sync_every` steps of `inner`.
 
     DiLoCo (Douillard et al., arXiv 2311.08105) and, with fragments, streaming DiLoCo (arXiv 2501.18512). The names of

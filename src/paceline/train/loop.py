@@ -20,7 +20,7 @@ from paceline.core.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import DesyncError
-from paceline.optim.local_sgd import DiLoCo, Outer
+from paceline.optim.local_sgd import DiLoCo, IslandOptimizer
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpoints import Saves
 from paceline.train.config import TrainConfig
@@ -52,7 +52,7 @@ class Loop:
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.loader = model, optimizer, scheduler, loader
         self.config, self.evaluation, self.position = config, evaluation, loader.progress
-        self.outer = optimizer if isinstance(optimizer, Outer) else None
+        self.outer = optimizer if isinstance(optimizer, IslandOptimizer) else None
         """The optimizer, if islands train apart between its exchanges."""
         self.average = LossAverage(model, ranks_of(loader, model))
         self.step = TrainingStep(model, optimizer, loss, config, self.average, loader.progress.batch_size)
@@ -182,7 +182,7 @@ class Loop:
             self._is_save_due = self.checkpointer.mark_step()
         return True
 
-    def _stops_at_exchange(self, outer: Outer) -> bool:
+    def _stops_at_exchange(self, outer: IslandOptimizer) -> bool:
         """Return whether any rank has asked to stop, and compare data, but only after islands have exchanged."""
         if outer.is_apart:
             return False

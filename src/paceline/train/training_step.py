@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
-from paceline.optim.local_sgd import Outer
+from paceline.optim.local_sgd import IslandOptimizer
 from paceline.train.config import TrainConfig
 from paceline.train.metrics import LossAverage
 from paceline.train.validation import summed_loss
@@ -35,7 +35,7 @@ class TrainingStep:
     scaler: GradScaler | None = None
     """Scales losses for ``precision="fp16"``. All ranks skip the same steps, because their gradients are equal.
 
-    Islands have different gradients, so a step that only some of them skip counts on all (``Outer``).
+    Islands have different gradients, so a step that only some of them skip counts on all (``IslandOptimizer``).
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TrainingStep:
         self._optimizer.zero_grad()
         # Also clear gradients outside the optimizer, which would accumulate over the whole run.
         self._model.zero_grad()
-        if self.scaler is None or (self._has_stepped and not isinstance(self._optimizer, Outer)):
+        if self.scaler is None or (self._has_stepped and not isinstance(self._optimizer, IslandOptimizer)):
             return True
         if self.scaler.get_scale() < _LEAST_SCALE:
             raise NonFiniteGradient(

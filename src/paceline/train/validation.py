@@ -14,7 +14,7 @@ from paceline.core.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.optim.local_sgd import Outer
+from paceline.optim.local_sgd import IslandOptimizer
 from paceline.train.config import TrainConfig
 
 
@@ -93,7 +93,7 @@ def validate_same_world(model: DistributedDataParallel, optimizer: torch.optim.O
 
     Data and checkpoints are split over all ranks.
     """
-    if isinstance(optimizer, Outer):
+    if isinstance(optimizer, IslandOptimizer):
         _validate_island(model, optimizer, config)
         return
     size = torch.distributed.get_world_size(model.process_group)
@@ -104,7 +104,7 @@ def validate_same_world(model: DistributedDataParallel, optimizer: torch.optim.O
         )
 
 
-def _validate_island(model: DistributedDataParallel, optimizer: Outer, config: TrainConfig) -> None:
+def _validate_island(model: DistributedDataParallel, optimizer: IslandOptimizer, config: TrainConfig) -> None:
     kind, islands = type(optimizer).__name__, optimizer.islands
     ranks, island = torch.distributed.get_process_group_ranks(model.process_group), islands.members[islands.number]
     if ranks != island:
