@@ -11,6 +11,7 @@ its island, so a message crosses a link between islands once.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -84,6 +85,8 @@ class Islands:
         """Bytes that this rank has sent to other islands, assuming collectives that move as little as possible."""
         self.goes_on = on_lost_island == "continue"
         """Whether this island goes on alone if an exchange fails."""
+        self.exposed_seconds = 0.0
+        """Time that this rank has spent waiting for messages of other islands."""
         self._inside = group if len(ranks) > 1 else None
         self._compress = compress
         self._between: dist.ProcessGroup | None = None
@@ -135,7 +138,7 @@ class Islands:
         Raises:
             CommunicationError: on every rank of the island, if the exchange has failed.
         """
-        mean, problem = None, None
+        mean, problem, began = None, None, time.perf_counter()
         if self.is_leader:
             try:
                 with recorder.span(COLLECTIVE):
@@ -149,6 +152,7 @@ class Islands:
             if not has_failed.item():
                 mean = torch.empty(count, dtype=dtype, device=device) if mean is None else mean
                 dist.broadcast(mean, leader, group=self._inside)
+        self.exposed_seconds += time.perf_counter() - began
         if mean is None:
             self._lose(problem)
         return mean

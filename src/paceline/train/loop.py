@@ -130,7 +130,7 @@ class Loop:
 
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
         """Train on the rest of the epoch, or up to the last step."""
-        self._clock, exposed = time.perf_counter(), self.model.exposed_seconds
+        self._clock, exposed = time.perf_counter(), self._exposed_seconds
         self._stepped, self._counted = self.position.position, self.position.samples_consumed
         if self._stepped == 0:
             self.average.restart()
@@ -154,7 +154,7 @@ class Loop:
             if self.position.position != self._stepped:  # repeat batches that did not end in a step
                 self.position.set_position(self._stepped)
             self._count_time()
-            self.result.exposed_seconds += self.model.exposed_seconds - exposed
+            self.result.exposed_seconds += self._exposed_seconds - exposed
 
     def _finish_step(self) -> bool:
         """Step the optimizer and mark the end of the step; return False if a GradScaler skipped the step."""
@@ -223,6 +223,10 @@ class Loop:
         now = time.perf_counter()
         self.result.seconds += now - self._clock
         self._clock = now
+
+    @property
+    def _exposed_seconds(self) -> float:
+        return self.model.exposed_seconds + (0.0 if self.outer is None else self.outer.islands.exposed_seconds)
 
     # -- decisions ------------------------------------------------------------------------------------------------
 

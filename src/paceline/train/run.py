@@ -92,7 +92,8 @@ class Result:
     learning_rates: tuple[float, ...] = ()
     """Learning rates of the latest step, one per parameter group."""
     exposed_seconds: float = 0.0
-    """Part of ``seconds`` that this rank spent waiting for communication at the end of backward passes."""
+    """Part of ``seconds`` that this rank spent waiting for communication: for gradients at the end of backward passes,
+    and for other islands."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last evaluation, or of the best checkpoint with ``load_best_at_end``."""
     best_step: int | None = None

@@ -146,6 +146,7 @@ def test_averages_every_few_steps_end_with_equal_replicas(pools: Pools, text: Pa
     for report, _ in pools.run(size, trained, config):
         assert report["replicas_identical"]
         assert report["gradient_bytes_per_step"] == 0
+        assert report["exposed_share"] > 0 or size == 1
         assert report["loss"] < 3.0  # a uniform prediction gives 3.1
 
 
@@ -213,7 +214,7 @@ def test_killed_rank_between_averages_changes_no_bit(tmp_path: Path, failure: st
     for orders in ("", failure):
         done = paceline(
             *(tmp_path, "train", "lm", "--nproc", "2", *options, "--json", "report.json"),
-            **{"fork": "all", "OMP_NUM_THREADS": "1", "PACELINE_FAILPOINTS": orders},
+            **{"fork": "nothing", "OMP_NUM_THREADS": "1", "PACELINE_FAILPOINTS": orders},
         )
         assert done.returncode == 0, done.stderr
         report = json.loads((tmp_path / "report.json").read_text())
