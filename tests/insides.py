@@ -109,6 +109,7 @@ _NAMES = {
     "planner.critical_batch": "NoiseScale verdict=critical_batch_verdict estimate trade_off trainings",
     "planner.goodput": "best_interval goodput",
     "planner.hardware": ("Cluster GBIT Link UNKNOWN between_link device device_or_unknown inside_link links table"),
+    "planner.outer_steps": "island_step outer_steps",
     "planner.predictions": (
         "Layer Workload backward_timeline described=described_step effects equal_layers Job=predictions_Job simulate"
     ),
