@@ -58,8 +58,8 @@ _NAMES = {
     "core.rng": "derive_seed rng_state seed_all set_rng_state",
     "core.schedulers": "PORTS adopt adopted",
     "core.spans": (
-        "BACKWARD CHECKPOINT COLLECTIVE CONTROL DATA_WAIT DONE FORWARD GRADIENT LAUNCH OPTIMIZER REDUCE Recorder "
-        "SENT Span WAIT recorder"
+        "BACKWARD CHECKPOINT COLLECTIVE CONTROL DATA_WAIT DONE FORWARD GRADIENT LAUNCH OPTIMIZER OUTER_STEP REDUCE "
+        "Recorder SENT Span WAIT recorder"
     ),
     "core.stacks": "place_in",
     "core.step_progress": "BEFORE RESCUE RESTARTS SPARE STEPS StepRecord job_folder key_of record_path records_in",
@@ -103,11 +103,13 @@ _NAMES = {
     ),
     "launch.signals": "HELD_BACK",
     "launch.verdict": "Cause Change EARLY_S Failure LIMIT Past Slots Reached Verdict verdict",
+    "optim.islands": "Islands",
     "optim.sharding": "cut_evenly deal_out",
     "planner.calibration": "ASSUMED Calibration MEASURED PUBLISHED SPEEDS",
     "planner.critical_batch": "NoiseScale verdict=critical_batch_verdict estimate trade_off trainings",
     "planner.goodput": "best_interval goodput",
     "planner.hardware": ("Cluster GBIT Link UNKNOWN between_link device device_or_unknown inside_link links table"),
+    "planner.outer_steps": "island_step outer_steps",
     "planner.predictions": (
         "Layer Workload backward_timeline described=described_step effects equal_layers Job=predictions_Job simulate"
     ),

@@ -15,6 +15,7 @@ from insides import (
     GRADIENT,
     LAUNCH,
     OPTIMIZER,
+    OUTER_STEP,
     WAIT,
     Advice,
     Facts,
@@ -33,7 +34,8 @@ GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]
 """Seconds of each phase of a rank's step: ``checkpoint``, ``gap``, ``data``, ``forward``, ``backward``, ``optimizer``.
 Optional: ``rows`` and ``cells`` of the input; ``launch``, the seconds at the end of backward that copy the last bucket;
-and ``delayed``, the seconds spent waiting for a core, which the other phases include."""
+``delayed``, the seconds spent waiting for a core, which the other phases include; and ``outer``, the seconds of an
+outer step after the last rank has arrived."""
 
 
 def cut(spans: Sequence[Span], start: float, end: float) -> tuple[dict[str, float], list[Meeting]]:
@@ -75,9 +77,12 @@ def records(
             sent = came if place == len(buckets) - 1 else [fills[place] for fills in launches]
             end = max(end, *sent) + travel / len(buckets)
             done.append(end)
+        updated = [done[-1] + seconds["optimizer"] for seconds in times]
         for rank, seconds in enumerate(times):
             spans = _spans(now[rank], seconds, launches[rank], came[rank], done)
-            after = done[-1] + seconds["optimizer"]
+            after = updated[rank]
+            if outer := seconds.get("outer"):
+                spans.append(Span(OUTER_STEP, after, after := max(updated) + outer, None, OUTER_STEP))
             shift = clocks[rank]
             moved = [Span(s.label, s.start + shift, s.end + shift, s.bucket, s.group) for s in spans]
             start, stop = now[rank] + shift, after + shift

@@ -31,10 +31,23 @@ FOLDER = "PACELINE_BLACK_BOX"
 """Environment variable with the folder of the black boxes, set by our launcher."""
 UNKNOWN = -1
 """Value for an unknown step of the job."""
-PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
+PHASES = (
+    "loop",
+    "data wait",
+    "forward",
+    "backward",
+    "wait",
+    "bucket wait",
+    "optimizer",
+    "checkpoint",
+    "collective",
+    "outer step",
+)
 """Phases of a rank; a page holds the index. ``loop`` is everything between the others."""
-LOOP, DATA_WAIT, FORWARD, BACKWARD, WAIT, BUCKET_WAIT, OPTIMIZER, CHECKPOINT, COLLECTIVE = range(len(PHASES))
-WAITING = frozenset(("wait", "bucket wait", "collective"))
+LOOP, DATA_WAIT, FORWARD, BACKWARD, WAIT, BUCKET_WAIT, OPTIMIZER, CHECKPOINT, COLLECTIVE, OUTER_STEP = range(
+    len(PHASES)
+)
+WAITING = frozenset(("wait", "bucket wait", "collective", "outer step"))
 """Phases that wait for other ranks or their data."""
 WEIGHT = 0.1
 """Weight of the last step in moving averages."""
@@ -361,7 +374,7 @@ class _Meeting(_Phase):
         if self._depth or (self._box.phase == BUCKET_WAIT and self._number == COLLECTIVE):
             return
         now = self._box.leave(self._outer, kind)
-        if self._outer != WAIT:
+        if self._outer not in (WAIT, OUTER_STEP):  # which add the whole wait
             self._box.add_wait(now - self._began)
 
 
@@ -375,7 +388,8 @@ class _BucketWait(_Phase):
         self._box.phase = WAIT  # not written, because the next bucket or the end of the wait follows immediately
 
 
-_KINDS = {FORWARD: _Forward, OPTIMIZER: _Optimizer, WAIT: _Meeting, COLLECTIVE: _Meeting, BUCKET_WAIT: _BucketWait}
+_KINDS = {FORWARD: _Forward, OPTIMIZER: _Optimizer, BUCKET_WAIT: _BucketWait}
+_KINDS |= dict.fromkeys((WAIT, COLLECTIVE, OUTER_STEP), _Meeting)
 """Classes of the phases that are more than a :class:`_Phase`."""
 WRITERS = (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait)
 """Classes that run inside training steps."""

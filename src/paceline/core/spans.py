@@ -13,6 +13,7 @@ messages and docs use the same labels. One step, in order:
     reduce       this rank reduces its share of a bucket in shared memory (inside ``backward`` or ``wait``)
     optimizer    an optimizer updates the wrapper's parameters
     checkpoint   a Checkpointer saves, waits for a save, restores, or reads its folder
+    outer step   LocalSGD or DiLoCo waits for the mean of all islands (inside ``optimizer``)
 
 and, while a profiler records, ``collective``, a function of ``torch.distributed`` that the program calls, and ``garbage
 collection``, a run of Python's garbage collector. A detailed recorder also records marks, which are spans of zero
@@ -42,9 +43,22 @@ from paceline.core.torch_internals import class_never_compiled, is_profiling, ne
 DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
 LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
 REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
-COLLECTOR = "garbage collection"
+COLLECTOR, OUTER_STEP = "garbage collection", "outer step"
 GRADIENT, SENT, DONE = "gradient", "sent", "done"
-LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE)
+LABELS = (
+    DATA_WAIT,
+    FORWARD,
+    BACKWARD,
+    LAUNCH,
+    CONTROL,
+    WAIT,
+    BUCKET_WAIT,
+    REDUCE,
+    OPTIMIZER,
+    CHECKPOINT,
+    COLLECTIVE,
+    OUTER_STEP,
+)
 """Labels of spans, without marks."""
 COLLECTIVES = (
     "all_gather",

@@ -23,6 +23,7 @@ _DOING = {
     "bucket wait": "waiting for gradients",
     "checkpoint": "saving a checkpoint",
     "collective": "in a collective",
+    "outer step": "in an outer step",
     "optimizer": "in the optimizer",
 }
 MAYBE, LOST_A_PEER = 1, 2

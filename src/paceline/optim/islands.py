@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from paceline.compression import low_precision
 from paceline.core import consensus
 from paceline.core.missing_ranks import called_by_all, failed, named_ranks, reason_of
-from paceline.core.spans import COLLECTIVE, recorder
+from paceline.core.spans import OUTER_STEP, recorder
 from paceline.core.unwrapping import unwrap
 from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 
@@ -139,19 +139,19 @@ class Islands:
             CommunicationError: on every rank of the island, if the exchange has failed.
         """
         mean, problem, began = None, None, time.perf_counter()
-        if self.is_leader:
-            try:
-                with recorder.span(COLLECTIVE):
+        with recorder.span(OUTER_STEP, group=OUTER_STEP):  # of all ranks
+            if self.is_leader:
+                try:
                     mean = self._mean(message, count, dtype)
-            except (RuntimeError, CommunicationError) as error:
-                problem = error
-        if self._inside is not None:
-            leader = self._leaders[self.number]
-            has_failed = torch.tensor([problem is not None], dtype=torch.float32, device=device)
-            dist.broadcast(has_failed, leader, group=self._inside)
-            if not has_failed.item():
-                mean = torch.empty(count, dtype=dtype, device=device) if mean is None else mean
-                dist.broadcast(mean, leader, group=self._inside)
+                except (RuntimeError, CommunicationError) as error:
+                    problem = error
+            if self._inside is not None:
+                leader = self._leaders[self.number]
+                has_failed = torch.tensor([problem is not None], dtype=torch.float32, device=device)
+                dist.broadcast(has_failed, leader, group=self._inside)
+                if not has_failed.item():
+                    mean = torch.empty(count, dtype=dtype, device=device) if mean is None else mean
+                    dist.broadcast(mean, leader, group=self._inside)
         self.exposed_seconds += time.perf_counter() - began
         if mean is None:
             self._lose(problem)

@@ -152,7 +152,9 @@ def from_summary(path: Path) -> Summary:
     try:
         summary = loads(read_text(path))
         if not isinstance(summary, dict) or not isinstance(summary.get(PLAN), dict):
-            raise WrongValue(f"it has no object {PLAN!r}, which a profile with at least one measured step has")
+            raise WrongValue(
+                f"it has no object {PLAN!r}, which a profile with a measured step and without outer steps has"
+            )
         found: Summary = instance_of(Summary, summary)
         if found.version != 1:
             raise WrongValue(f"it has version {found.version}, but this Paceline reads version 1")

@@ -103,7 +103,7 @@ def find_advice(facts: Facts) -> list[Advice]:
         rules += (host_bound, mixed_precision)
     if not facts.is_explained_by_load(WAITING):
         # Virtual ranks do not support accumulation: their slices are already micro-batches.
-        rules += (bucket_size,) if facts.records[0].virtual_ranks else (accumulation, bucket_size)
+        rules += (bucket_size,) if facts.records[0].virtual_ranks else (accumulation, bucket_size, outer_steps)
     candidates = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= WORTH]
     if any(advice.kind == "host-bound" for advice in candidates):  # host-bound advice already recommends larger batches
         candidates = [advice for advice in candidates if advice.kind != "larger-batch"]
@@ -175,7 +175,7 @@ def part_sentence(facts: Facts, part: str) -> str:
 
 def accumulation(facts: Facts) -> Advice | None:
     """Detect communication that backward does not hide."""
-    share, averages = facts.shares[COMMUNICATION], facts.mean("averages")
+    share, averages = facts.shares[COMMUNICATION] - facts.outer_share, facts.mean("averages")
     if len(facts.records) < 2 or share < NOTABLE:
         return None
     verdict = part_sentence(facts, COMMUNICATION)
@@ -203,6 +203,27 @@ def accumulation(facts: Facts) -> Advice | None:
         verdict,
         OTHER_TRAINING,
         predictions,
+    )
+
+
+def outer_steps(facts: Facts) -> Advice | None:
+    """Detect messages of LocalSGD or DiLoCo that ranks wait for."""
+    outer, share = facts.outer_steps, facts.outer_share
+    if outer is None or share < NOTABLE:
+        return None
+    wait, inner = outer.exchange_s * outer.every, max(facts.length - outer.wait_s, 1e-6)
+    delay = min(math.ceil(wait / inner), round(outer.every) - 1)
+    hidden = min(1.0, delay * inner / wait)
+    overlap = f"Overlap the exchange with steps: DiLoCo(…, delay={delay}), or {delay} more than now; or s"
+    return Advice(
+        "outer-steps",
+        f'{overlap if delay else "S"}end less: compress="int8", or twice the sync_every, which saves {share / 2:.0%}; '
+        "fragments make each wait shorter",
+        f"the exchange between islands takes {wait * 1e3:.1f} ms every {outer.every:.0f} steps, which is "
+        f"{outer.exchange_s * 1e3:.1f} ms per step on average",
+        share * max(hidden, 1 / 2),
+        f"The wait for outer steps takes {share:.0%} of the time.",
+        OTHER_TRAINING,
     )
 
 

@@ -75,6 +75,7 @@ def summary(report: Report) -> dict[str, Any]:
         "overlap_by_rank": facts.overlap,
         "samples_per_step": facts.rows,
         "gradient_noise_scale": None if facts.noise_scale is None else facts.noise_scale.value,
+        "outer_steps": facts.outer_steps and asdict(facts.outer_steps),
         "device": facts.operators.device_figures,
         "memory": facts.records[0].memory,
         "advice": [

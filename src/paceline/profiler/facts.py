@@ -19,6 +19,7 @@ from functools import cached_property
 from statistics import fmean, median, median_low, stdev
 from typing import Any
 
+from paceline.core.spans import OUTER_STEP
 from paceline.planner.critical_batch import NoiseScale, Norms, estimate
 from paceline.planner.profiles import Profiled
 from paceline.profiler import step_parts
@@ -181,6 +182,18 @@ class SlowRank:
 
 
 @dataclass(frozen=True)
+class OuterSteps:
+    """The outer steps of LocalSGD or DiLoCo."""
+
+    every: float
+    """Measured steps per outer step."""
+    wait_s: float
+    """Mean seconds per step that a rank is in outer steps."""
+    exchange_s: float
+    """The part of `wait_s` after the last rank has arrived."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """Figures of one run, each computed on first use."""
 
@@ -231,6 +244,31 @@ class Facts:
         """Share of the step time that communication and bubbles take together."""
         return math.fsum(self.shares[part] for part in step_parts.WAITING)
 
+    @cached_property
+    def outer_steps(self) -> OuterSteps | None:
+        """The outer steps; None if there were none."""
+        waits = self.accounts.figures("outer_wait")
+        count = sum(any(seconds > 0 for seconds in row) for row in waits)  # NaN is not larger than any number
+        # The rank that arrives last waits only for the exchange.
+        shortest = [[min(row)] for row in waits]
+        return OuterSteps(len(waits) / count, mean_of(waits), mean_of(shortest)) if count else None
+
+    @property
+    def outer_share(self) -> float:
+        """Share of the time that the exchange of outer steps takes."""
+        return self.outer_steps.exchange_s / self.length if self.outer_steps else 0.0
+
+    @property
+    def outer_note(self) -> str:
+        """A sentence about the outer steps; empty without them."""
+        if (outer := self.outer_steps) is None:
+            return ""
+        return (
+            f"Outer step: a wait of {ms(outer.wait_s * outer.every)} every {outer.every:.0f} steps, which is "
+            f"{ms(outer.wait_s)} per step on average ({percent(outer.wait_s / self.length)}); communication and bubble "
+            "include it."
+        )
+
     def mean(self, name: str) -> float:
         """Return the mean of a figure over the measured steps, such as ``batches``; 0 without steps."""
         return mean_of(self.accounts.figures(name))
@@ -269,6 +307,14 @@ class Facts:
         """Index of the detailed step of median length; None without detailed steps."""
         lengths = [max(step.length for step in steps) for steps in self.detailed]
         return lengths.index(median_low(lengths)) if lengths else None
+
+    @cached_property
+    def drawn(self) -> tuple[Steps, list[BucketTimes]] | None:
+        """The step to draw, and its buckets: one with an outer step, if any, or the typical step."""
+        if outer := detailed_steps(self.records, OUTER_STEP):
+            steps = outer[len(outer) // 2]
+            return steps, bucket_times(steps, self.records[0].buckets)
+        return None if self.typical is None else (self.detailed[self.typical], self.buckets[self.typical])
 
     @cached_property
     def buckets(self) -> list[list[BucketTimes]]:
@@ -407,9 +453,9 @@ class Facts:
 
 
 def plan_of(facts: Facts) -> Profiled | None:
-    """Return the figures that ``paceline plan`` needs; None if no step was measured."""
+    """Return the figures that ``paceline plan`` needs; None without a measured step, or with outer steps."""
     records, first = facts.records, facts.records[0]
-    if not facts.accounts.steps or not first.parameters:
+    if not facts.accounts.steps or not first.parameters or facts.outer_steps:
         return None
     ranks, batches, hosts = len(records), round(facts.batches), len({record.host for record in records})
     backward_s, total = backward_seconds(facts), sum(nbytes for _, nbytes in first.parameters)

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from paceline.core import output_files
 from paceline.core.messages import counted, digits, nbytes
-from paceline.core.spans import CHECKPOINT, COLLECTOR, Span
+from paceline.core.spans import CHECKPOINT, COLLECTOR, OUTER_STEP, Span
 from paceline.profiler import step_parts
 from paceline.profiler.analyze import Report
 from paceline.profiler.facts import ENOUGH, Facts, kind_name, ms, percent, sentence
@@ -153,10 +153,10 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def timeline_chart(facts: Facts) -> dict[str, Any] | None:
-    """Return the detailed step of median length, rank by rank, in milliseconds; None without detailed steps."""
-    if facts.typical is None:
+    """Return :attr:`Facts.drawn`, rank by rank, in milliseconds; None without it."""
+    if facts.drawn is None:
         return None
-    steps, buckets = facts.detailed[facts.typical], facts.buckets[facts.typical]
+    steps, buckets = facts.drawn
     zero = min(step.start for step in steps)  # one zero for all ranks, so that a late rank appears late
     spans = [[*(span for span in step.spans if span.end > span.start), *_own_code(step)] for step in steps]
 
@@ -185,7 +185,8 @@ def timeline_chart(facts: Facts) -> dict[str, Any] | None:
             for bucket in buckets
         ],
     }
-    return {"step": steps[0].number, "has_saves": CHECKPOINT in labels, "has_pauses": COLLECTOR in labels, "data": data}
+    has = {"saves": CHECKPOINT in labels, "pauses": COLLECTOR in labels, "outer": OUTER_STEP in labels}
+    return {"step": steps[0].number, "has": has, "data": data}
 
 
 def _own_code(step: Step) -> list[Span]:

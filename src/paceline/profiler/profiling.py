@@ -109,7 +109,8 @@ def _why_nothing(records: Sequence[RankRecord]) -> str:
     if not any(record.wrapper for record in records):
         return (
             "this process trained no model in DistributedDataParallel; wrap it: model = "
-            "paceline.DistributedDataParallel(model). If the program starts its own ranks, use "
+            "paceline.DistributedDataParallel(model); with LocalSGD or DiLoCo, over the ranks of an island, even if it "
+            "has only one (device_mesh=mesh['inside']). If the program starts its own ranks, use "
             "paceline.profiler.profile(folder) in them"
         )
     steps = max(len(record.steps) for record in records)

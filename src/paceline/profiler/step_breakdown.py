@@ -162,11 +162,17 @@ class BucketTimes:
     """When the bucket's all-reduce finished on each rank; None if unknown."""
 
 
-def detailed_steps(records: Sequence[RankRecord]) -> list[Steps]:
-    """Return the detailed steps that all ranks took, on rank 0's clock."""
+def detailed_steps(records: Sequence[RankRecord], label: str | None = None) -> list[Steps]:
+    """Return the detailed steps that all ranks took, on rank 0's clock; or the measured ones with a span `label`."""
+
+    def is_wanted(step: Step) -> bool:
+        if label is None:
+            return step.kind == "detailed" and bool(step.spans)
+        return step.is_measured() and any(span.label == label for span in step.spans)
+
     together: list[Steps] = []
     for ranks in steps_by_number(records).values():
-        rank_steps = [step for step in ranks if step is not None and step.kind == "detailed" and step.spans]
+        rank_steps = [step for step in ranks if step is not None and is_wanted(step)]
         if len(rank_steps) == len(records):
             offsets = [offset_at(step.start, record.offsets) for step, record in zip(rank_steps, records, strict=True)]
             together.append([_moved(step, offset) for step, offset in zip(rank_steps, offsets, strict=True)])

@@ -6,6 +6,7 @@ The time between two steps belongs to the later one.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from bisect import bisect_right
@@ -43,6 +44,7 @@ _PARTS = {
     spans.WAIT: MEETING,
     spans.BUCKET_WAIT: MEETING,
     spans.COLLECTIVE: MEETING,
+    spans.OUTER_STEP: MEETING,
     spans.OPTIMIZER: step_parts.OPTIMIZER,
     spans.CHECKPOINT: step_parts.CHECKPOINT,
     spans.COLLECTOR: step_parts.COLLECTOR,
@@ -102,6 +104,11 @@ class Step:
     def length(self) -> float:
         """Length in seconds."""
         return self.end - self.start
+
+    @property
+    def outer_wait(self) -> float:
+        """Seconds in outer steps of LocalSGD or DiLoCo."""
+        return math.fsum(left - came for group, came, left in self.meetings if group == spans.OUTER_STEP)
 
     def is_measured(self) -> bool:
         """Return whether figures include the step."""

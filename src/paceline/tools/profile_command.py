@@ -117,6 +117,8 @@ def print_summary(report: Report) -> None:
     console = Console()
     _print(console, Text(report.headline, style="bold"))
     print_table(parts_table(report.facts, between="\n" if console.is_terminal else "  "))
+    if report.facts.outer_note:
+        _print(console, Text(report.facts.outer_note))
     for number, advice in enumerate(report.advice[:MOST_ADVICE], start=1):
         _print(console, advice_line(number, advice))
     if len(report.advice) > MOST_ADVICE:

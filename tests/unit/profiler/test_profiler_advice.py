@@ -29,6 +29,7 @@ from insides import (
     summary,
     tabulate,
 )
+from paceline.optim import DiLoCo
 from profile_records import Timing, kinds, records, the, usual, verdict
 
 JITTER = random.Random(0)
@@ -214,9 +215,9 @@ def test_summary_without_steps_is_valid_json() -> None:
 
 
 MODEL = paceline.DistributedDataParallel
-NAMES = {"paceline": paceline, "torch": torch, "model": MODEL, "Checkpointer": paceline.Checkpointer}
+NAMES = {"paceline": paceline, "torch": torch, "model": MODEL, "Checkpointer": paceline.Checkpointer, "DiLoCo": DiLoCo}
 CALL, SETTING = re.compile(r"([A-Za-z][\w.]*)\(([^()]*)\)"), re.compile(r"\b([a-z_]+)=")
-SETTABLE: Any = (MODEL, paceline.data.DataLoader, torch.utils.data.DataLoader, paceline.Checkpointer)
+SETTABLE: Any = (MODEL, paceline.data.DataLoader, torch.utils.data.DataLoader, paceline.Checkpointer, DiLoCo)
 
 
 def texts() -> Iterator[str]:

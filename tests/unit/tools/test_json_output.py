@@ -11,7 +11,8 @@ def test_summary_of_a_profile_is_described() -> None:
     slow = verdict(records(2, 60, lambda rank, _: {"forward": 0.05 + 0.05 * rank}))
     vars(slow.facts)["noise_scale"] = insides.NoiseScale(96.0, 32.0)
     sends = verdict(records(2, travel=0.06), insides.OperatorTable(device_figures={"utilization": 0.5}))
-    check("paceline profile", insides.summary(slow), insides.summary(sends))
+    apart = verdict(records(2, timing=lambda _, step: {"outer": 0.1 * (step % 8 == 0)}))
+    check("paceline profile", *map(insides.summary, (slow, sends, apart)))
 
 
 def test_measured_tables_are_described() -> None:

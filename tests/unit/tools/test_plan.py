@@ -219,6 +219,9 @@ def test_count_that_stops_paying_is_marked(planned: Planned, run: Any, capfd: py
         (("--links", "nvlink4,0gbit"), "'0gbit' is unknown"),
         (("--links", "nvlink4,0x100gbit"), "'0x100gbit' is unknown"),
         (("--device", "0tflops"), "unknown device '0tflops'"),
+        (("--sync-every", "0"), "Invalid value for '--sync-every'"),
+        (("--sync-every", "32", "--devices", "8"), "--sync-every needs at least two full hosts of 8 devices"),
+        (("--sync-every", "32", "--hosts-of", "6", "--devices", "8"), "two full hosts of 6 devices"),
     ],
 )
 def test_bad_arguments_are_one_line_with_exit_code_2(arguments: tuple[str, ...], message: str, refusal: Any) -> None:
@@ -268,7 +271,20 @@ def test_time_cost_curve_has_its_knee_at_the_critical_batch_size() -> None:
 def test_json_is_described(planned: Planned, tmp_path: Path) -> None:
     described = planned(*DESCRIBED, "--precision", "fp32", "--price", "2", "--samples", "1M", "--devices", "8")
     profiled = planned("plan", summary(tmp_path), "--devices", "2")
-    check("paceline plan --json", described, profiled | {"unreliable": {"2 ranks": "busy"}}, document(outlook()))
+    rare = planned(*DESCRIBED, "--devices", "16", "--sync-every", "32")
+    check("paceline plan --json", described, profiled | {"unreliable": {"2 ranks": "busy"}}, document(outlook()), rare)
+
+
+def test_plan_says_what_averaging_every_h_steps_saves(planned: Planned, run: Any, capfd: Any) -> None:
+    slow = (*DESCRIBED, "--links", "nvlink4,1gbit", "--devices", "8,12,16,64", "--sync-every", "32")
+    outer = planned(*slow)["outer_steps"]
+    assert [row["devices"] for row in outer["rows"]] == [16, 64], "islands have equal sizes"
+    assert all(row["step_s"] < row["averaged_step_s"] / 10 for row in outer["rows"])
+    assert run(*slow) == 0
+    printed = capfd.readouterr().out
+    assert f"costs less than 5% above {outer['cheap_from'] / 1.25e8:,.0f} Gbit/s between hosts" in printed
+    assert f"over 1gbit, --sync-every 32 saves {outer['rows'][-1]['saving']:.0%}" in printed
+    assert "averaging in every step  every 32 steps  saves" in printed
 
 
 def test_plan_without_a_noise_scale_omits_batches() -> None:

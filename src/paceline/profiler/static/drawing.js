@@ -3,7 +3,7 @@
 
 const KINDS = { "data wait": "data", forward: "forward", backward: "backward", launch: "communication",
   control: "communication", wait: "communication", "bucket wait": "communication", reduce: "communication",
-  collective: "communication", optimizer: "optimizer", checkpoint: "checkpoint",
+  collective: "communication", "outer step": "communication", optimizer: "optimizer", checkpoint: "checkpoint",
   "garbage collection": "collector" };
 const SHADES = [...new Set(Object.values(KINDS)), "other", "bubble", "bubble-2", "ink", "pale", "line", "mark"];
 const AXIS = 26, GAP = 12, ROOMY = 8, FONT = 'system-ui, "DejaVu Sans", sans-serif';

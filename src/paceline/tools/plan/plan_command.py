@@ -63,6 +63,7 @@ MEMORY = "Peak bytes of a rank, from paceline estimate-memory; by default those 
 LINKS = (
     "Between devices, and of a host: nvlink4,8x400gbit or pcie4,25gbit-tcp; by default the usual ones of the device."
 )
+SYNC = "Compare averaging in every step with averaging between hosts every H steps, as LocalSGD does."
 SAVE = "Seconds that saving a checkpoint stops training; by default 28 per 1G parameters."
 Text = str | None
 
@@ -88,6 +89,7 @@ def plan(
     devices: Annotated[str, _option("N|LIST", CLUSTER, "Largest number of devices, or a list such as 1,8,64.")] = str(
         DEVICES
     ),
+    sync_every: Annotated[int | None, _option("H", CLUSTER, SYNC, min=1, max=MOST)] = None,
     price: Annotated[Text, _option("NUMBER", CLUSTER, "Price of a device per hour: 2.5 or 2.5USD.")] = None,
     failure_rate: Annotated[Text, _option("NUMBER", CLUSTER, "Failures per host and day; by default 0.0038.")] = None,
     restart_seconds: Annotated[
@@ -118,7 +120,8 @@ def plan(
         raise UsageError(refusal)
     epoch = None if samples is None else number("--samples", samples)
     failures = {"--failure-rate": failure_rate, "--save-seconds": save_seconds, "--restart-seconds": restart_seconds}
-    report(look_ahead(plan, counts, _price(price), epoch, _goodput(plan.job, failures)), json)
+    outlook = look_ahead(plan, counts, _price(price), epoch, _goodput(plan.job, failures), sync_every)
+    report(outlook, json)
     if refusal:  # other programs may still read the figures
         raise UsageError(refusal)
 

@@ -15,6 +15,8 @@ from paceline.core.messages import counted, digits, duration, nbytes
 from paceline.core.tables import new_table, print_table
 from paceline.planner.critical_batch import Training, trainings
 from paceline.planner.goodput import Goodput
+from paceline.planner.hardware import GBIT
+from paceline.planner.outer_steps import CHEAP, OuterSteps, outer_steps
 from paceline.planner.predictions import WORTH, Job, Prediction, Workload, effects, stops_paying
 from paceline.planner.replica_memory import NO_FIT, ReplicaMemory
 
@@ -76,10 +78,17 @@ class Outlook:
     effects: dict[str, float]
     trainings: Sequence[Training]
     """To the same loss, for each entry; empty if the critical batch size is unknown."""
+    outer: OuterSteps | None = None
+    """Steps with averaging every H steps, if asked for."""
 
 
 def look_ahead(
-    plan: Plan, counts: Sequence[int], price: Price | None, samples: float | None, goodput_on: Callable[[int], Goodput]
+    plan: Plan,
+    counts: Sequence[int],
+    price: Price | None,
+    samples: float | None,
+    goodput_on: Callable[[int], Goodput],
+    sync_every: int | None = None,
 ) -> Outlook:
     """Return the outlook for `counts` devices and an epoch of `samples`."""
     entries, job = [], plan.job
@@ -96,7 +105,8 @@ def look_ahead(
     predictions = [entry.prediction for entry in entries]
     steps = [(made.ranks, made.ranks * job.workload.samples, made.step.length_s) for made in predictions]
     compared = [] if job.critical_batch is None else trainings(steps, job.critical_batch)
-    return Outlook(plan, entries, samples, price, stops, changed_on, changed, compared)
+    outer = None if sync_every is None else outer_steps(job, counts, sync_every)
+    return Outlook(plan, entries, samples, price, stops, changed_on, changed, compared, outer)
 
 
 def document(outlook: Outlook) -> dict[str, Any]:
@@ -119,6 +129,7 @@ def document(outlook: Outlook) -> dict[str, Any]:
         "critical_batch": job.critical_batch,
         "trainings": [asdict(training) for training in outlook.trainings],
         "effects": {"devices": outlook.changed_on, "savings": outlook.effects},
+        "outer_steps": outlook.outer and asdict(outlook.outer),
     }
 
 
@@ -157,6 +168,7 @@ def report(outlook: Outlook, json: bool) -> None:
     tables = [times_table(outlook)]
     tables += [effects_table(outlook)] if outlook.effects else []
     tables += [trainings_table(outlook)] if outlook.trainings else []
+    tables += [outer_table(outlook.outer)] if outlook.outer else []
     for one in tables:
         print()
         print_table(one)
@@ -254,7 +266,28 @@ def notes(outlook: Outlook) -> list[str]:
             f"The knee of time against cost is at a global batch of {digits(knee)} samples, the critical batch size: "
             f"about {devices}."
         )
+    if outlook.outer:
+        lines.append(outer_note(outlook.outer, cluster.between.name))
     return lines
+
+
+def outer_note(outer: OuterSteps, link: str) -> str:
+    """Return from which speed between hosts outer steps do not pay, and what they save over `link`."""
+    last, cheap = outer.rows[-1], f"costs less than {CHEAP:.0%}"
+    known = outer.cheap_from and f"{cheap} above {digits(outer.cheap_from / GBIT)} Gbit/s between hosts"
+    return (
+        f"On {last.devices:,} devices, averaging in every step {known or f'never {cheap} over such links'}; "
+        f"over {link}, --sync-every {outer.sync_every} saves {last.saving:.0%}. docs/slow-networks.md shows its effect "
+        "on the loss."
+    )
+
+
+def outer_table(outer: OuterSteps) -> Table:
+    """Return the length of a step with averaging in every step, and with an outer step every H steps."""
+    result = new_table(["devices", "averaging in every step", f"every {outer.sync_every} steps", "saves"])
+    for row in outer.rows:
+        result.add_row(f"{row.devices:,}", duration(row.averaged_step_s), duration(row.step_s), f"{row.saving:.1%}")
+    return result
 
 
 def trainings_table(outlook: Outlook) -> Table:
