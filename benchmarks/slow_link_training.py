@@ -86,7 +86,7 @@ def train(steps: int, config: LmConfig, diloco: dict[str, Any]) -> dict[str, flo
         model = paceline.DistributedDataParallel(net)
     else:
         outer = torch.optim.SGD(net.parameters(), lr=diloco.pop("lr"), momentum=0.9, nesterov=True)
-        optimizer = optim.DiLoCo(model, inner, outer, **diloco)  # type: ignore[attr-defined]
+        optimizer = optim.DiLoCo(model, inner, outer, **diloco)
     loader = DataLoader(corpus.training, config.batch_size, shuffle=True, seed=config.seed)
     batches = chain.from_iterable(repeat(loader))
     skipped = 0 if diloco else SKIPPED

@@ -31,22 +31,11 @@ FOLDER = "PACELINE_BLACK_BOX"
 """Environment variable with the folder of the black boxes, set by our launcher."""
 UNKNOWN = -1
 """Value for an unknown step of the job."""
-PHASES = (
-    "loop",
-    "data wait",
-    "forward",
-    "backward",
-    "wait",
-    "bucket wait",
-    "optimizer",
-    "checkpoint",
-    "collective",
-    "outer step",
-)
+_OF_STEPS = "loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint"
+PHASES = (*_OF_STEPS, "collective", "outer step")
 """Phases of a rank; a page holds the index. ``loop`` is everything between the others."""
-LOOP, DATA_WAIT, FORWARD, BACKWARD, WAIT, BUCKET_WAIT, OPTIMIZER, CHECKPOINT, COLLECTIVE, OUTER_STEP = range(
-    len(PHASES)
-)
+LOOP, DATA_WAIT, FORWARD, BACKWARD, WAIT, BUCKET_WAIT, OPTIMIZER, CHECKPOINT = range(len(_OF_STEPS))
+COLLECTIVE, OUTER_STEP = range(len(_OF_STEPS), len(PHASES))
 WAITING = frozenset(("wait", "bucket wait", "collective", "outer step"))
 """Phases that wait for other ranks or their data."""
 WEIGHT = 0.1

@@ -45,20 +45,8 @@ LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
 REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
 COLLECTOR, OUTER_STEP = "garbage collection", "outer step"
 GRADIENT, SENT, DONE = "gradient", "sent", "done"
-LABELS = (
-    DATA_WAIT,
-    FORWARD,
-    BACKWARD,
-    LAUNCH,
-    CONTROL,
-    WAIT,
-    BUCKET_WAIT,
-    REDUCE,
-    OPTIMIZER,
-    CHECKPOINT,
-    COLLECTIVE,
-    OUTER_STEP,
-)
+_IN_BACKWARD = LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE
+LABELS = (DATA_WAIT, FORWARD, BACKWARD, *_IN_BACKWARD, OPTIMIZER, CHECKPOINT, COLLECTIVE, OUTER_STEP)
 """Labels of spans, without marks."""
 COLLECTIVES = (
     "all_gather",

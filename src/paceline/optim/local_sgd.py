@@ -67,11 +67,7 @@ class IslandOptimizer(Optimizer):
         self._synced_at = -1
         """Number of inner steps at the last sync()."""
         self._is_stepping = False
-        for optimizer in self._parts():
-            optimizer.register_step_pre_hook(self._refuse_direct_step)
-
-    def _parts(self) -> list[Optimizer]:
-        return [self._inner]
+        inner.register_step_pre_hook(self._refuse_direct_step)
 
     def _link(self) -> None:
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
@@ -194,10 +190,6 @@ class IslandOptimizer(Optimizer):
         The state of the inner optimizer, and a message that was under way, are those of the other island.
         """
         self.use_outer_weights()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
-        self._inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse new parameters, because the fragments are cut once."""
@@ -374,9 +366,7 @@ class DiLoCo(IslandOptimizer):
         }
         for group in outer.param_groups:
             group["params"] = [self._outer_weights[parameter] for parameter in group["params"]]
-
-    def _parts(self) -> list[Optimizer]:
-        return [self._inner, self._outer]
+        outer.register_step_pre_hook(self._refuse_direct_step)
 
     def _numbers(self, fragment: list[nn.Parameter]) -> Tensor:
         # In the parameters' dtype first, so that unchanged parameters have a change of zero.

@@ -88,7 +88,8 @@ class Ranks:
         """Call `function(world, *arguments)` on every rank, and return the results in rank order."""
         if not self._pipes:
             raise RankFailed("the ranks have ended because an earlier call failed")
-        self.start(function, *arguments)
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
         results: dict[int, Any] = {}
         failures: list[str] = []
         silent = list(range(self.size))
@@ -130,24 +131,6 @@ class Ranks:
         for process in self.processes:
             process.kill()
         self.close()
-
-    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Start ``function(world, *arguments)`` on every rank; :meth:`answer` returns a rank's result."""
-        for pipe in self._pipes:
-            pipe.send((function, arguments))
-
-    def answer(self, rank: int, seconds: float) -> Any:
-        """Return the result of `rank` after :meth:`start`. Other ranks may have ended.
-
-        Raises:
-            RankFailed: if the function raised on this rank, or did not return within `seconds`.
-        """
-        if not self._pipes[rank].poll(seconds):
-            raise RankFailed(f"rank {rank} did not answer within {seconds:g} s")
-        ok, value = self._receive(rank)
-        if not ok:
-            raise RankFailed(value)
-        return value
 
     def close(self) -> None:
         """Stop the ranks, and kill them if necessary."""
