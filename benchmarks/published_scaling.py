@@ -25,11 +25,10 @@ from paceline.core.output_files import new_figure, write_chart
 from paceline.core.tables import new_table, print_table
 from paceline.errors import UsageError
 from paceline.planner.calibration import SPEEDS, interval_of
-from paceline.planner.predictions import RULE_OF_THUMB
 from published.fit import Fits, growths, profiled_intervals
 from published.rows import Row, read
 from published.speeds import fitted_speeds, of_family, read_pairs, shares_inside
-from published.validation import Checked, by_source, covered, cross_validate, score
+from published.validation import RULE_OF_THUMB, Checked, by_source, covered, cross_validate, score
 
 WORST = 10
 FRESH = Path(__file__).parent / "published" / "scaling.csv"

@@ -71,7 +71,6 @@ class Variant:
         batch: samples per step, over all ranks.
         virtual_ranks: number of virtual ranks; None for an ordinary wrapper.
         every: micro-batches per step, without virtual ranks.
-        check: number of steps between compute checks; None for no check.
         steps: number of steps in a turn.
     """
 
@@ -83,12 +82,9 @@ class Variant:
         virtual_ranks: int | None = None,
         every: int = 1,
         *,
-        check: int | None = None,
         steps: int = STEPS,
     ) -> None:
-        self.model = paceline.DistributedDataParallel(
-            copy.deepcopy(net), virtual_ranks=virtual_ranks, check_compute_every=check
-        )
+        self.model = paceline.DistributedDataParallel(copy.deepcopy(net), virtual_ranks=virtual_ranks)
         self.every, self.steps = None if virtual_ranks else every, steps
         self.loader = DataLoader(data, batch // every, drop_last=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)

@@ -138,7 +138,7 @@ def documents() -> dict[str, str]:
     return {
         "profile.png": sections(report, "verdict", "advice"),
         "gallery/profile.png": sections(report, "parts", "timeline", "waits"),
-        "gallery/explain.png": scene_page(scenes("workflow", 4)),
+        "gallery/explain.png": scene_page(scenes("bucket-overlap", 4)),
         "gallery/top.svg": top(),
         "measured-4-ranks.svg": measured_collectives(),
         **{f"{subject}.svg": sheet(scenes(subject, 4)) for subject in KNOWN},

@@ -78,7 +78,6 @@ _NAMES = {
     "ddp.buckets": "Bucket arrival_order assign overlap",
     "ddp.channel": "ExposedTime MOST_PENDING SAMPLED TEST_HOST_CHANNEL open_channel open_host_group",
     "ddp.comm_hook": "GradBucket",
-    "ddp.compute_check": "Fault judge",
     "ddp.control_block": "ControlBlock Status StatusDigest tail_width",
     "ddp.exchange": "QuietSteps USUAL_STEPS",
     "ddp.extensions": "GraphCapture unused_message",
@@ -124,7 +123,7 @@ _NAMES = {
     ),
     "profiler.measurements": "DeviceTimes Forwards GradientNorms LAG",
     "profiler.operator_table": "Operator OperatorTable operators_in overlap_of_kernels read_trace tabulate",
-    "profiler.page": "find_outliers page",
+    "profiler.page": "page",
     "profiler.profiling": "RESULTS write_results",
     "profiler.rank_file": (
         "KILLED RankRecord path_of FOLDER=rank_file_FOLDER read_ranks trace_of write_facts write_steps"
@@ -151,22 +150,21 @@ _NAMES = {
     "tools.explain.drawing": "Cell",
     "tools.explain.explain_command": "KNOWN MOST_RANKS scenes",
     "tools.explain.scene": "Frame page=scene_page sheet",
-    "tools.explain.slices": "expression steps",
     "tools.main": "main",
     "tools.memory_estimate.activations": "Activations Batch activations_of",
     "tools.memory_estimate.models": "BuiltModel",
     "tools.notebook.cell_parser": "Start parsed_start pulled ranks_in routed",
-    "tools.notebook.execution": "Conversation Shown Wait wait_in",
+    "tools.notebook.execution": "Conversation Wait wait_in",
     "tools.notebook.magics": "RankMagics",
     "tools.notebook.output": "Folding PATIENCE_S",
     "tools.notebook.processes": "Process Processes",
     "tools.notebook.rank": "Channel Rank",
-    "tools.plan.report": "Outlook Plan document look_ahead plot_outlook notes=report_notes trainings_table",
+    "tools.plan.report": "Outlook Plan document look_ahead notes=report_notes trainings_table",
     "tools.profile_command": "ProfileSettings parts_table print_summary",
     "tools.program": "option",
     "tools.recipes.configs": "DEFAULT_MODEL DigitsConfig LmConfig MrpcConfig",
     "tools.recipes.datasets": "COLUMNS read_folder",
-    "tools.recipes.mrpc": "remark train_mrpc",
+    "tools.recipes.mrpc": "train_mrpc",
     "tools.run_options": "add_own_options",
     "tools.top": "ENDED JobView RUNNING RankStatus STARTING choose describe find_straggler",
     "train.checkpoints": "DataIdentity Saves fingerprint",
@@ -190,7 +188,7 @@ _MODULES = (
     "tools.bench.measure tools.checkpoint_files tools.explain.bubble tools.explain.buckets tools.explain.collectives "
     "tools.hub tools.main=tools_main tools.memory_estimate.footprints tools.memory_estimate.heap "
     "tools.recipes.commands tools.recipes.datasets tools.recipes.lm tools.recipes.mrpc tools.run_command "
-    "tools.run_options train.checkpoints train.training_step "
+    "tools.run_options train.checkpoints train.loop train.training_step "
 )
 """The internal modules whose attributes tests read or replace; ``module=alias`` as above."""
 

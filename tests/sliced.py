@@ -102,7 +102,6 @@ class Steps:
         self.model = DistributedDataParallel(
             self.module,
             virtual_ranks=options.get("count", 4),
-            check_compute_every=options.get("every"),
             unused_parameters="allow",
             process_group=group,
         )
@@ -115,7 +114,7 @@ class Steps:
         self.scaler = GradScaler(self.device.type, enabled=self.dtype is torch.float16)
         self.weighted = options.get("weighted", True)
         self.number = 1
-        self.repeats = self.samples = 0
+        self.samples = 0
 
     def slice(self, x: Tensor) -> None:
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
@@ -125,8 +124,7 @@ class Steps:
                 self.scaler.scale(loss * len(x)).backward()
         else:
             loss.backward()
-        self.repeats += self.model.is_repeat
-        self.samples += 0 if self.model.is_repeat else len(x)
+        self.samples += len(x)
         if self.model.do_sync:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)

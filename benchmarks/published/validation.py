@@ -12,9 +12,12 @@ import torch
 
 from paceline.planner.calibration import ASSUMED, MEASURED, PUBLISHED
 from paceline.planner.hardware import table
-from paceline.planner.predictions import RULE_OF_THUMB, Prediction
+from paceline.planner.predictions import Prediction
 from published.fit import LEVELS, Fits, quantile
 from published.rows import Row
+
+RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
+"""Fewest and most devices, lowest and highest efficiency, as tutorials give them."""
 
 
 @dataclass(frozen=True)

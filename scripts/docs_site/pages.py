@@ -19,6 +19,7 @@ NAV = {
         "torch-compile",
         "checkpoints",
         "sharded-optimizer",
+        "slow-networks",
     ],
     "Run": ["launching", "clusters", "failures", "gpu", "gpu-status", "testing"],
     "Look inside": ["planning", "profiler", "stragglers", "collectives", "backend", "json-output"],

@@ -1,4 +1,4 @@
-"""Virtual ranks, which give bit-identical results on any number of ranks, and the compute check."""
+"""Virtual ranks, which give bit-identical results on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from gpu_checks.models import SMALL, TINY, Llama
 from gpu_checks.rows import Place, Row, holds, measured
 from paceline.core.digests import weights_sha256
-from paceline.errors import UsageError, WrongComputation
 from sliced import SAMPLES, Steps
 
 Make = Callable[[Place], tuple[nn.Module, Tensor]]
@@ -70,15 +69,6 @@ def trained(place: Place, make: Make, **options: Any) -> str:
     return weights_sha256(training.module)
 
 
-def error_of(training: Any, count: int) -> tuple[str, tuple[int, ...]]:
-    """Train until step `count` is done. Return the error of the compute check, and the ranks that it names."""
-    try:
-        training.run(count)
-    except (UsageError, WrongComputation) as error:
-        return str(error), getattr(error, "ranks", ())
-    return "", ()
-
-
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Make torch use deterministic kernels."""
@@ -112,42 +102,3 @@ def same_bits(place: Place) -> Iterator[Row]:
 
 def compared(bits: str, expected: str) -> str:
     return bits[:16] if bits == expected else f"{bits[:16]}, not {expected[:16]}"
-
-
-def checked(place: Place) -> Iterator[Row]:
-    """A compute check in every step reports a flipped bit and its rank, has no false alarms and changes no result."""
-    for name, make in MODELS.items():
-        with deterministic():
-            unchecked, training = steps(place, make), steps(place, make, every=1)
-            unchecked.run(12)
-            error, _ = error_of(training, 12)
-        bits, expected = weights_sha256(training.module), weights_sha256(unchecked.module)
-        right = not error and bits == expected
-        value = error or f"{compared(bits, expected)}, {training.repeats} repeats"
-        yield holds(f"{name}, check_compute_every=1, 12 steps: no error, the same bits", value, right)
-        if place.size == 1 or right:  # otherwise, ranks may be in different steps
-            yield flipped(place, make, name)
-    errors = (error_of(steps(place, make, every=1), 5)[0] for make in MODELS.values())
-    value = next(filter(None, errors), "no error: they are deterministic here")
-    yield measured("the three models with torch's default kernels", value)
-
-
-def flipped(place: Place, make: Make, name: str) -> Row:
-    """Flip a bit in step 3 on the rank that this step checks, and return the line about the error."""
-    bad = 2 % place.size
-    training = steps(place, make, every=1)
-    left = [1]
-
-    def flip(gradient: Tensor) -> Tensor:
-        if place.rank != bad or training.number != 3 or not left:
-            return gradient
-        left.clear()
-        changed = gradient.detach().clone()
-        changed.view(-1).view(torch.int32)[7] ^= 1 << 22
-        return changed
-
-    next(iter(training.module.parameters())).register_hook(flip)
-    with deterministic():
-        message, ranks = error_of(training, 5)
-    right = ranks == (bad,) and message.startswith("in step 3, ") and f"({place.device}, " in message
-    return holds(f"{name}: a flipped bit in a gradient is named with rank and device", message or "no error", right)

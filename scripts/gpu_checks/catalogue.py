@@ -74,7 +74,6 @@ def _anywhere(part: str, ranks: Ranks) -> list[Check]:
         Check(part, "check-finite", one_rank.finite, NUMBERS, ranks),
         Check(part, "checkpoint", one_rank.checkpoint, NUMBERS, ranks),
         Check(part, "same-bits", bits.same_bits, BITS, ranks),
-        Check(part, "compute-check", bits.checked, BITS, ranks),
     ]
 
 

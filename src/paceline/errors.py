@@ -14,7 +14,6 @@
     ├── DesyncError        RuntimeError ranks differ in something that must be equal everywhere
     ├── CommunicationError RuntimeError a collective failed: a peer ended, or did not arrive in time
     ├── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
-    ├── WrongComputation   ArithmeticError  a rank's device computed different gradients than the other ranks
     └── CallbackError      RuntimeError a callback of the Trainer raised an error; names its class and rank
 
     Preempted              SystemExit   the job was asked to end by a signal, and the last step is saved
@@ -121,18 +120,6 @@ class CommunicationError(PacelineError, RuntimeError):
 
 class NonFiniteGradient(PacelineError, ArithmeticError):
     """A gradient holds NaN or Inf on at least one rank."""
-
-
-class WrongComputation(PacelineError, ArithmeticError):
-    """A rank computed different gradients for a slice than other ranks; its device or memory is faulty."""
-
-    may_save = False
-    """Whether this rank's state is as trustworthy as the others' and may be saved for the next start."""
-
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.ranks = ranks
-        """World ranks that may have computed wrong gradients: usually one, or several without a majority."""
 
 
 class CallbackError(PacelineError, RuntimeError):

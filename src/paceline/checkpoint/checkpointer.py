@@ -367,7 +367,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 def _forget_changed_settings(trained: Iterable[Registered]) -> None:
     """Forget settings that may have changed because an optimizer was `trained` before it was registered."""
     for entry in trained:
-        if (keys := forget_changed(entry.object, entry.options)) and consensus.here().rank == 0:
+        optimizer = entry.stepping or entry.object
+        if (keys := forget_changed(optimizer, entry.options)) and consensus.here().rank == 0:
             warn(
                 f"{entry.name!r} was trained before it was registered, and its {', '.join(keys)} may have changed; a "
                 "restore uses the saved values without comparing them with the script; register it before training",

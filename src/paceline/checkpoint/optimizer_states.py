@@ -35,6 +35,16 @@ Options = dict[int, dict[str, Any]]
 """Settings by the ``id`` of a group's first parameter, because scripts also remove groups."""
 
 
+def stepping(object: Any) -> Optimizer | None:
+    """Return the optimizer whose steps can be detected; for torch's PostLocalSGDOptimizer, the one inside it.
+
+    Returns None for other optimizers that do not call ``Optimizer.__init__``, and for other objects.
+    """
+    if isinstance(object, Optimizer) and not hasattr(object, "defaults"):
+        object = getattr(object, "optim", None)
+    return object if isinstance(object, Optimizer) else None
+
+
 def remembered_options(optimizer: Optimizer) -> Options:
     """Return a copy of the settings of each group of `optimizer`; groups that are added later join it."""
     options = _copied(optimizer.param_groups)
@@ -92,12 +102,18 @@ def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -
     # A group can be added without add_param_group().
     known = [options.get(_key(group), {}) for group in optimizer.param_groups]
     return {
-        "class": getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__,
+        "class": _class_name(optimizer),
         "options": [{name: _plain(value) for name, value in group.items()} for group in known],
         "names": [[names.get(id(parameter)) for parameter in group] for group in groups],
         "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
         "dtypes": [[parameter.dtype for parameter in group] for group in groups],
     }
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    name: str = getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__
+    inner = stepping(optimizer)
+    return name if inner is None or inner is optimizer else f"{name} of {_class_name(inner)}"
 
 
 def check(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:

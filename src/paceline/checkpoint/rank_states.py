@@ -284,7 +284,8 @@ def carry_over(rank: int, lost: OwnStates, before: OwnStates, after: OwnStates) 
 
     A state that a survivor did not change between the barrier and the end of the step is taken to be unchanged on the
     lost rank. A state that was equal on both ranks at the barrier, such as an update counter, is taken to be equal at
-    the end. Other states cannot be known: for example, random generators after the second forward of a GAN.
+    the end. Other states cannot be known: for example, random generators after the second forward of a GAN, or an
+    optimizer with a state per rank, which is not stored at the barrier.
 
     Args:
         rank: the lost rank. Buffers are reconstructed only for rank 0, because no others are saved.
@@ -297,7 +298,7 @@ def carry_over(rank: int, lost: OwnStates, before: OwnStates, after: OwnStates) 
         key = kind, name
         if before.get(key) == at_end or (kind == "buffer" and rank != 0):
             continue
-        if lost.get(key) != before.get(key):
+        if key not in before or lost.get(key) != before.get(key):
             raise ValueError(
                 f"{kind} {name!r} of rank {rank} changed between the optimizer and the end of the step, and its new "
                 "state is lost"

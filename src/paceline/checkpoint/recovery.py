@@ -26,7 +26,7 @@ from paceline.checkpoint.step_boundary import Boundary, holder_of
 from paceline.checkpoint.step_folders import Storage, full_memory_message
 from paceline.core import consensus
 from paceline.core.failpoints import strike
-from paceline.core.failure_callbacks import at_failure, with_causes
+from paceline.core.failure_callbacks import at_failure
 from paceline.core.messages import say
 from paceline.core.missing_ranks import named_ranks
 from paceline.core.step_progress import (
@@ -42,7 +42,7 @@ from paceline.core.step_progress import (
 )
 from paceline.core.virtual_ranks import virtual_ranks_of
 from paceline.core.world import TIMEOUT, World
-from paceline.errors import CheckpointError, CommunicationError, UsageError, WrongComputation
+from paceline.errors import CheckpointError, CommunicationError, UsageError
 
 logger = logging.getLogger(__name__)
 COMPLETES_S = 2.0
@@ -245,9 +245,6 @@ class Rescue:
         blamed = getattr(error, "blamed", None) is not None
         if barrier is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
-        wrong = next((cause for cause in with_causes(error) if isinstance(cause, WrongComputation)), None)
-        if wrong is not None and not wrong.may_save:
-            return  # otherwise, all replicas would have this rank's wrong weights after a restart
         if any(entry.is_sharded for entry in self._contents.entries()):
             return  # the lost rank's parts of DTensors are gone
         step, memory = self._boundary.step, rescued_folder(barrier.folder)

@@ -94,9 +94,9 @@ class Registered:
     @classmethod
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
         """Return an entry for `object` and its current settings; `peers` are all registered objects."""
-        _check_registrable(name, object, peers)
+        _check_registrable(name, object, per_rank, peers)
         per_rank = per_rank or isinstance(object, Sharded) or bool(getattr(object, "state_is_per_rank", False))
-        options = optimizer_states.remembered_options(object) if isinstance(object, Optimizer) else {}
+        options = optimizer_states.remembered_options(inner) if (inner := optimizer_states.stepping(object)) else {}
         return cls(name, object, per_rank, peers, options)
 
     @property
@@ -110,6 +110,11 @@ class Registered:
     def is_optimizer(self) -> bool:
         """Whether it is an optimizer."""
         return isinstance(self.object, Optimizer)
+
+    @property
+    def stepping(self) -> Optimizer | None:
+        """The optimizer whose steps are watched; None if the object is not an optimizer."""
+        return optimizer_states.stepping(self.object)
 
     @property
     def holds_shard(self) -> bool:
@@ -127,6 +132,11 @@ class Registered:
             raise UsageError(
                 f"step {step} was not saved: {self.name!r} is in the middle of an accumulation window, and a resume "
                 "would lose its gradients; save after optimizer.step(), when model.do_sync is true"
+            )
+        if not self.per_rank and getattr(self.object, "has_local_parameters", False):
+            raise UsageError(
+                f"step {step} was not saved: in local_steps(), each rank has its own parameters of {self.name!r}, but "
+                "only those of rank 0 would be saved; register the model and its optimizer with per_rank=True"
             )
 
     def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
@@ -188,6 +198,8 @@ class Registered:
                 state._metadata = metadata  # load_state_dict() reads module versions from here
             self._target.load_state_dict(state)
             if self.is_optimizer:
+                if (inner := self.stepping) not in (None, self.object):
+                    self.object.param_groups = inner.param_groups  # PostLocalSGDOptimizer keeps the replaced list
                 optimizer_states.bring_back_dtypes(self.object, state, decode(node["optimizer"], tensors))
 
     def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -242,7 +254,7 @@ def _refused(problem: str, remedy: str) -> Iterator[None]:
         raise CheckpointMismatch(f"{problem} ({type(error).__name__}: {error}); {remedy}") from error
 
 
-def _check_registrable(name: Any, object: Any, used_names: Collection[str]) -> None:
+def _check_registrable(name: Any, object: Any, per_rank: bool, used_names: Collection[str]) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
         raise UsageError(
             f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and underscores, "
@@ -255,7 +267,13 @@ def _check_registrable(name: Any, object: Any, used_names: Collection[str]) -> N
             f"the object to register as {name!r}, {with_article(type(object).__qualname__)}, must have the methods "
             "state_dict and load_state_dict; add the missing one"
         )
-    if isinstance(object, Optimizer) and not hasattr(object, "defaults"):
+    inner = optimizer_states.stepping(object)
+    if inner not in (None, object) and not per_rank:
+        raise UsageError(
+            f"the {type(object).__qualname__} to register as {name!r} lets ranks differ between its averages; register "
+            "it and the model with per_rank=True"
+        )
+    if isinstance(object, Optimizer) and inner is None:
         raise UsageError(
             f"the {type(object).__qualname__} to register as {name!r} does not call Optimizer.__init__, so its steps "
             "cannot be detected; register the optimizer inside it (for local SGD with per_rank=True, like the model)"

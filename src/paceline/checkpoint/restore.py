@@ -353,9 +353,9 @@ class Loading:
 
 
 def _load_layouts(saved: Saved, matches: Iterable[Match]) -> None:
-    for match in matches:
-        if match.kind is Kind.SHARED:
-            match.entry.load_layout(saved.objects[match.entry.name])
+    for match in matches:  # every rank has the same layout, even if the models differ
+        nodes = saved.objects if match.kind is Kind.SHARED else saved.ranks[0]
+        match.entry.load_layout(nodes[match.entry.name])
 
 
 def _keep_own_settings(world: World, step: int, matches: Sequence[Match]) -> None:

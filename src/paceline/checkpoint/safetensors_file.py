@@ -159,14 +159,6 @@ def read_specs(path: Path) -> dict[str, Spec]:
         return {name: Spec(tuple(part.get_shape()), NAMES[part.get_dtype()]) for name, part in slices.items()}
 
 
-def read_aliases(path: Path) -> dict[str, str]:
-    """Return the additional names of tied tensors in the file `path`, mapped to the stored names."""
-    with _opened(path) as file:
-        names = set(file.keys())
-        metadata = file.metadata() or {}
-    return {alias: target for alias, target in metadata.items() if target in names and alias not in names}
-
-
 def read(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return copies of the tensors in the file `path` by name, on the CPU."""
     with _opened(path) as file:

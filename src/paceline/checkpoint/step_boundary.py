@@ -97,9 +97,8 @@ class Boundary:
 
     def watch(self, entry: Registered) -> None:
         """Watch the steps of `entry` if it is an optimizer."""
-        if not entry.is_optimizer or id(entry.object) in self._hooks:
-            return
-        self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
+        if (optimizer := entry.stepping) is not None and id(optimizer) not in self._hooks:
+            self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._optimizer_steps)
 
     def resume_from(self, step: int) -> None:
         """Continue from `step`; all registered objects already have its states."""
@@ -220,7 +219,7 @@ class Boundary:
         """Wait for the other ranks before `step`. If memory is full, leave the barrier."""
         assert self.barrier is not None
         try:
-            self.all_requests = self.barrier.prepare(step, *watched.own_states(), self.requests)
+            self.all_requests = self.barrier.prepare(step, *watched.own_states(is_before_step=True), self.requests)
         except OSError as error:
             self._leave_full_memory(error)
             return
@@ -265,9 +264,13 @@ class Watched:
         self.holds_shards = any(entry.holds_shard for entry in entries)
         self.is_on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
 
-    def own_states(self) -> tuple[list[Capture], list[torch.Tensor]]:
-        """Return this rank's own states: of each object, and the small buffers."""
-        return [captures.own([entry]) for entry in self.own], self.buffers.current()
+    def own_states(self, *, is_before_step: bool = False) -> tuple[list[Capture], list[torch.Tensor]]:
+        """Return this rank's own states: of each object, and the small buffers.
+
+        Before an optimizer step, optimizers are left out: they have not changed since the last step, and are large.
+        """
+        own = [entry for entry in self.own if not (is_before_step and entry.is_optimizer)]
+        return [captures.own([entry]) for entry in own], self.buffers.current()
 
     def versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.checkpoint import manifest, safetensors_file, state_codec, step_folders
+from paceline.checkpoint import manifest, state_codec, step_folders
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.registered import Outline, Registered
 from paceline.checkpoint.restore import Saved, malformed
 from paceline.checkpoint.state_codec import Encoder
-from paceline.checkpoint.step_names import step_at, step_of
+from paceline.checkpoint.step_names import step_at
 from paceline.core.optimizer_shards import KEY, Assembly, Window
 from paceline.core.world import World
-from paceline.errors import CheckpointError, NoCheckpoint, UsageError
+from paceline.errors import NoCheckpoint, UsageError
 
 _ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.device("cpu"))
 
@@ -36,8 +35,7 @@ def load_weights(
     The folder is only read, so a run may be using it.
 
     Args:
-        path: a run's folder (the newest intact checkpoint is read), a checkpoint's folder, or a ``model.safetensors``
-            file, which cannot be verified and has complex tensors as pairs of reals.
+        path: a run's folder (the newest intact checkpoint is read) or a checkpoint's folder.
         model: the model to load the weights into; wrapped, compiled or plain. Names, shapes and dtypes must fit.
         name: the name of the registered model; the Trainer uses ``"model"``.
 
@@ -46,7 +44,7 @@ def load_weights(
 
     Raises:
         NoCheckpoint: if no intact checkpoint is found at `path`.
-        CheckpointError: if the file at `path` cannot be read, or the checkpoint was not written by Paceline.
+        CheckpointError: if the checkpoint was not written by Paceline.
         CheckpointMismatch: if the weights do not fit `model`.
         UsageError: if no module is saved as `name`.
     """
@@ -56,13 +54,12 @@ def load_weights(
             "load_weights('runs/7', model)"
         )
     place = Path(path)
-    if place.is_dir():
-        step, node, tensors = read_folder(place, name)
-    elif place.is_file():
-        step, tensors = step_of(place.resolve().parent.name) or 0, _read_file(place)
-        node = {"state": {"OrderedDict": {"dict": {key: {"tensor": key} for key in tensors}}}, "metadata": None}
-    else:
-        raise NoCheckpoint(f"there is no checkpoint at {place}; check the path")
+    if not place.is_dir():
+        raise NoCheckpoint(
+            f"there is no checkpoint at {place}; give the folder of a run or a checkpoint, or read a single file with "
+            "safetensors.torch.load_model()"
+        )
+    step, node, tensors = read_folder(place, name)
     state = state_codec.decode(node["state"], tensors)
     if not isinstance(state, dict):
         raise UsageError(f"{name!r} in {place} is not a module; give the name of the registered model")
@@ -74,16 +71,6 @@ def load_weights(
         entry.check(Outline(weights, {}), step, allow_changed=False)
         entry.load(node, tensors, step)
     return weights
-
-
-def _read_file(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        specs = safetensors_file.read_specs(path)
-        tensors = safetensors_file.read(path, specs)
-        aliases = safetensors_file.read_aliases(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
-    return OrderedDict(tensors | {alias: tensors[target] for alias, target in aliases.items()})
 
 
 def read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:

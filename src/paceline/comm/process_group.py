@@ -68,6 +68,15 @@ def _delegated(name: str, *, needs_contiguous: bool = False) -> Any:
     return collective
 
 
+def _refused(reason: str) -> Any:
+    """Return a method that raises a UsageError with the `reason`."""
+
+    def refuse(group: PacelineProcessGroup, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(f"rank {group.rank()}: a process group of the paceline backend {reason}")
+
+    return refuse
+
+
 @class_never_compiled
 class PacelineProcessGroup(dist.ProcessGroup):
     """A process group whose CPU collectives run through shared memory among the ranks of a host.
@@ -282,18 +291,16 @@ class PacelineProcessGroup(dist.ProcessGroup):
         return self._submit(run, tensors, options)
 
     def allgather(self, outputs: Any, tensors: Any = None, opts: Any = None) -> Any:
-        """All-gather; native for CPU tensors. Uneven tensors, which Gloo rejects, are broadcast from each rank."""
+        """All-gather; native for CPU tensors."""
         options = options_of(AllgatherOptions, opts)
         tensor, targets = tensors[0], outputs[0]
         if not self._is_native([tensor, *targets]) or any(output.dtype != tensor.dtype for output in targets):
             return self._backend_for(tensor).allgather(outputs, tensors, options)
-        if len(targets) != self.size() or targets[self.rank()].numel() != tensor.numel():
+        if len(targets) != self.size() or any(output.numel() != tensor.numel() for output in targets):
             raise UsageError(
                 f"rank {self.rank()}: all_gather of a tensor of {tensor.numel()} elements into tensors of "
-                f"{[output.numel() for output in targets]}; give {self.size()}, each like the tensor of its rank"
+                f"{[output.numel() for output in targets]}; give {self.size()} of the same size"
             )
-        if any(output.numel() != tensor.numel() for output in targets):
-            return self._allgather_uneven(targets, tensor, options)
 
         def run() -> None:
             with ExitStack() as stack:
@@ -305,15 +312,6 @@ class PacelineProcessGroup(dist.ProcessGroup):
         # already be running, but only a future reads the value, and none exists before this method returns.
         handle.value = lambda: [torch.stack(targets)]
         return handle
-
-    def _allgather_uneven(self, targets: Sequence[Tensor], tensor: Tensor, options: Any) -> Handle:
-        def run() -> None:
-            targets[self.rank()].copy_(tensor.view_as(targets[self.rank()]))
-            for root, output in enumerate(targets):
-                with Flat(output) as flat:
-                    self._native.broadcast(flat, root)
-
-        return self._submit(run, targets, options)
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         """All-gather into one tensor: ``all_gather_into_tensor``."""
@@ -437,25 +435,10 @@ class PacelineProcessGroup(dist.ProcessGroup):
         """Receive from any rank, without waiting for earlier operations."""
         return self._get_backend(tensors[0].device).recv_anysource(tensors, tag)
 
-    def split_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Reject ``dist.split_group``, which torch 2.15 also calls for groups without a device."""
-        raise UsageError(
-            f"rank {self.rank()}: a process group of the paceline backend cannot be split; call "
-            "dist.new_group(ranks) on all ranks"
-        )
-
-    def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Reject merging groups, just as :meth:`split_group` rejects splitting one."""
-        raise UsageError(
-            f"rank {self.rank()}: a process group of the paceline backend cannot be merged; call "
-            "dist.new_group(ranks) with the ranks of both groups"
-        )
-
-    def register_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Reject torch 2.15's hooks, which C++ calls only around its own collectives."""
-        raise UsageError(f"rank {self.rank()}: the paceline backend has no hooks around collectives; use 'gloo'")
-
-    register_post_hook = register_pre_hook
+    split_group = _refused("cannot be split; call dist.new_group(ranks) on all ranks")
+    merge_remote_group = _refused("cannot be merged; call dist.new_group(ranks) with the ranks of both groups")
+    # torch 2.15's hooks, which C++ calls only around its own collectives.
+    register_pre_hook = register_post_hook = _refused("has no hooks around collectives; use 'gloo'")
 
     def monitored_barrier(self, *arguments: Any, **options: Any) -> Any:
         """Delegate to Gloo; ``dist.monitored_barrier`` refuses every backend that is not called ``gloo``."""

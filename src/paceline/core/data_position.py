@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from torch.nn.utils.rnn import PackedSequence
@@ -25,7 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from paceline.core.missing_ranks import named_ranks, ranks_by_value
 from paceline.core.rng import derive_seed
 from paceline.core.torch_internals import never_compiled
-from paceline.errors import PacelineError
 
 SKIP = "call model.sync_gradients() instead of forward and backward if loader.slice_is_empty, or give drop_last=True"
 """Remedy for code that does not accept 0 rows."""
@@ -143,8 +142,8 @@ class Taken:
         self.optimizer_steps = 0
         self.weights = 0
         """Number of weighted micro-batches."""
-        self.empty_slices: dict[int, bool] = {}
-        """Keys of the sources whose latest batch has no samples for this rank, and whether their pass goes on."""
+        self.empty_slices: set[int] = set()
+        """Keys of the sources whose latest batch has no samples for this rank."""
 
 
 taken = Taken()
@@ -158,24 +157,6 @@ def hand_over(source: Source) -> None:
     """
     if source.world_size > 1 and threading.current_thread() is threading.main_thread():
         taken.sources[source.key] = source
-
-
-def note_empty_slice(source: Source) -> None:
-    """Note that the latest batch of `source` has no samples for this rank; explain an error that ends the rank then."""
-    taken.empty_slices[source.key] = True
-    _explain_errors()
-
-
-@cache
-def _explain_errors() -> None:
-    shown = sys.excepthook
-
-    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if any(taken.empty_slices.values()) and not isinstance(error, PacelineError) and hasattr(error, "add_note"):
-            error.add_note(f"note: this rank has no samples in its latest batch; if that is the cause, {SKIP}")
-        shown(kind, error, trace)
-
-    sys.excepthook = explain
 
 
 def report(size: int) -> Origin:

@@ -205,9 +205,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 elif virtual_ranks is not None and (is_empty := not batch.filled):
                     batch.empty = copy.deepcopy(self._empty)
                 progress.hand_over()
-                data_position.taken.empty_slices.pop(progress.key, None)
+                data_position.taken.empty_slices.discard(progress.key)
                 if is_empty:
-                    data_position.note_empty_slice(progress)
+                    data_position.taken.empty_slices.add(progress.key)
                 self.at_last, self.slice_is_empty = last, is_empty
                 expected = (progress.epoch, progress.position)
                 if check is not None:
@@ -229,7 +229,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 if check is not None:
                     check.end_batch()
             progress.finish()
-            data_position.taken.empty_slices = dict.fromkeys(data_position.taken.empty_slices, False)
         finally:
             if not is_exiting() and this_pass == progress.passes:
                 self.at_last = self.slice_is_empty = False

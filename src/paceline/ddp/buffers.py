@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -34,7 +34,6 @@ class Buffers:
         # Modules and names instead of tensors, because a module may assign a new tensor to a buffer (pytorch issue
         # 63916).
         self.places: list[tuple[str, nn.Module, str]] = []
-        self._left_out: list[tuple[str, nn.Module, str]] = []
         self._ignored = ignored
         # Modules whose buffers are known; buffers that they register later stay local.
         self._parts: WeakSet[nn.Module] = WeakSet()
@@ -51,12 +50,9 @@ class Buffers:
         known_parts, self.places = self._parts, []
         self._parts = WeakSet(module.modules())
         visited: set[int] = set()
-        self._left_out = []
         for prefix, part in module.named_modules():
             for name, buffer in part._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
-                if full in self._ignored:
-                    self._left_out.append((full, part, name))
                 # Norm layers without statistics keep these buffer names with the value None.
                 is_left_out = name in part._non_persistent_buffers_set or not getattr(part, "track_running_stats", True)
                 if (buffer is None and is_left_out) or full in self._ignored or id(buffer) in visited:
@@ -72,16 +68,8 @@ class Buffers:
 
     def named(self) -> dict[str, Tensor]:
         """Return the current tensors, by name."""
-        return _present(self.places)
-
-    def ignored(self) -> dict[str, Tensor]:
-        """Return the current tensors of ignored buffers, by name."""
-        return _present(self._left_out)
-
-
-def _present(places: Iterable[tuple[str, nn.Module, str]]) -> dict[str, Tensor]:
-    pairs = ((full, part._buffers.get(name)) for full, part, name in places)
-    return {full: buffer for full, buffer in pairs if buffer is not None}
+        pairs = ((full, part._buffers.get(name)) for full, part, name in self.places)
+        return {full: buffer for full, buffer in pairs if buffer is not None}
 
 
 _ALIGNMENT = 16  # bytes, the size of the largest dtype: views of any dtype may start at multiples of this
@@ -214,16 +202,6 @@ class BuffersAtRest:
         )
 
 
-class Statistics(Protocol):
-    """Buffers that need an exchange other than a broadcast to become equal on every rank."""
-
-    def launch(self) -> None:
-        """Launch the exchange at the end of a synchronized backward pass."""
-
-    def wait(self, *, are_rank_0s: bool) -> None:
-        """Wait for the exchange, and update the buffers; `are_rank_0s` if rank 0's buffers were just broadcast."""
-
-
 @class_never_compiled
 class BufferSync:
     """Synchronizes the buffers of one wrapper that has peers.
@@ -244,8 +222,8 @@ class BufferSync:
     _may_differ: bool
     """Whether there was a counted forward pass since the buffers were last equal. When a step begins, the value is the
     same on every rank. Passes under ``no_sync`` do not count."""
-    statistics: Statistics | None = None
-    """Adds up BatchNorm's statistics over the slices of virtual ranks; None without them."""
+    is_sliced = False
+    """Whether forward passes belong to slices of virtual ranks, each with its own buffers."""
 
     def __init__(
         self,
@@ -269,10 +247,6 @@ class BufferSync:
         wrapper = self._wrapper()
         return wrapper is not None and self.buffers.are_broadcast_by(wrapper)
 
-    def each_ranks_own(self) -> dict[str, Tensor]:
-        """Return, by name, the buffers that forward passes in training mode do not currently synchronize."""
-        return self.buffers.ignored() | ({} if self.is_wanted else self.buffers.named())
-
     def begin_step(self) -> None:
         """Make the buffers equal unless they already are; called on all ranks before a forward pass or sliced step."""
         if self._may_differ:
@@ -292,8 +266,7 @@ class BufferSync:
         broadcasts = travels and ledger.forwards_since_sync == 0
         ledger.status.forwards += broadcasts  # the number of passes with broadcasts must be equal on all ranks
         ledger.forwards_since_sync += 1
-        # With virtual ranks, rank 0 may be working on another slice, so each slice keeps its own buffers.
-        if broadcasts and self.statistics is None:
+        if broadcasts and not self.is_sliced:  # otherwise, rank 0 may be working on another slice
             self.begin_step()
         self._may_differ = True
         return travels
@@ -315,8 +288,6 @@ class BufferSync:
 
         All ranks make the same decision.
         """
-        if self.statistics is not None:
-            self.statistics.launch()
         # Inside join(), a separate broadcast is announced before the next step's first forward pass.
         if not self.buffers.places or self._join_events.enabled:
             return
@@ -326,10 +297,8 @@ class BufferSync:
 
     def wait(self) -> None:
         """Wait for the broadcast, if one was launched, and copy its values into the buffers."""
-        if is_broadcast := self._at_rest.is_under_way:
+        if self._at_rest.is_under_way:
             self._at_rest.wait()
-        if self.statistics is not None:  # after the broadcast, which restores the values from before the step
-            self.statistics.wait(are_rank_0s=is_broadcast)
 
     # -- inside join --------------------------------------------------------------------------------------------
 

@@ -15,9 +15,7 @@ Decision 0007 gives the reasons.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from math import inf
 from typing import Any
@@ -37,7 +35,7 @@ from paceline.core.torch_distributed import Future, is_sharded, local_of
 from paceline.core.torch_internals import multiply_each
 from paceline.core.unwrapping import Communicates
 from paceline.ddp.buckets import Bucket
-from paceline.ddp.channel import Channel, Launched, timeout_of
+from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.connection import Replica
 from paceline.ddp.control_block import Notes
 from paceline.ddp.finisher import Finisher, show_own
@@ -130,7 +128,6 @@ def use_hook(
         hook,
         [local_of(parameter) for parameter in replica.parameters()],
         replica.ledger,
-        timeout_of(group, replica.device),
         layers_first=layers and options.unused == "allow",
     )
     reducer.use_finisher(make)
@@ -223,15 +220,13 @@ class HookFinisher(Finisher):
         hook: Hook,
         parameters: Sequence[Tensor],
         ledger: Ledger,
-        timeout: timedelta | None,
         channel: Channel,
         *,
         layers_first: bool = False,
     ) -> None:
         self.layers_first = layers_first
         self._state, self._hook, self._parameters = state, hook, parameters
-        self._ledger, self._timeout = ledger, timeout
-        self._rank = channel.rank
+        self._ledger, self._rank = ledger, channel.rank
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return True if ranks without data take part, because they do not know when buckets fill."""
@@ -261,7 +256,7 @@ class HookFinisher(Finisher):
                 "torch.futures.Future[torch.Tensor]"
             )
         self.has_failed = False
-        return _Answer(future, bucket.flat, shown, where, self._timeout)
+        return _Answer(future, bucket.flat, shown, where)
 
     def wait(self, buckets: Sequence[Launched]) -> None:
         """Wait for the hook's results and copy them into the buckets."""
@@ -282,8 +277,8 @@ class HookFinisher(Finisher):
 class _Answer:
     """The result of a communication hook."""
 
-    def __init__(self, future: Any, flat: Tensor, shown: GradBucket, where: str, timeout: timedelta | None) -> None:
-        self._future, self._where, self._timeout = future, where, timeout
+    def __init__(self, future: Any, flat: Tensor, shown: GradBucket, where: str) -> None:
+        self._future, self._where = future, where
         # The bucket's memory, and the bucket passed to the hook, whose buffer the hook may have replaced.
         self._flat, self._shown = flat, shown
 
@@ -322,7 +317,6 @@ class _Answer:
         return (value.shape, value.device) == (flat.shape, flat.device) and (value.dtype is flat.dtype or chosen)
 
     def _value(self) -> Any:
-        self._check_done()
         try:
             return self._future.wait()
         except PacelineError:
@@ -335,22 +329,6 @@ class _Answer:
                 f"{self._where}, returned a future that failed, in the hook's own callback or because another rank "
                 f"ended: {type(error).__qualname__}: {text}; see the errors of the other ranks"
             ) from error
-
-    def _check_done(self) -> None:
-        """Wait until the future is completed, up to the group's timeout.
-
-        Without a timeout, the rank would wait forever for a hook that forgets to complete its future.
-        """
-        if self._timeout is None or self._future.done():
-            return
-        completed = threading.Event()
-        self._future.add_done_callback(lambda _: completed.set())
-        seconds = self._timeout.total_seconds()
-        if not completed.wait(seconds):
-            raise HookError(
-                f"{self._where}, returned a future that was not completed within {seconds:g} s; complete it with "
-                "set_result, or return the future of a collective; if it was one, see the errors of the other ranks"
-            )
 
 
 def _described(tensor: Tensor) -> str:

@@ -26,10 +26,8 @@ from paceline.ddp.module_changes import ModuleWatch, Named, OnChange, make_equal
 from paceline.ddp.options import Options, check_averaged, check_lookups, check_synchronized, trained_parameters
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replica_check import ReplicaCheck
-from paceline.ddp.shared_parameters import SharedParameters
 
 if TYPE_CHECKING:
-    from paceline.ddp.compute_check import ComputeCheck
     from paceline.ddp.virtual_ranks import VirtualRanks
 
 Arguments = ParamSpec("Arguments")
@@ -104,22 +102,18 @@ class Connection:
     """Compares the replicas periodically."""
     virtual_ranks: VirtualRanks | None = None
     """Sums the gradients of a rank's slices; None without virtual ranks."""
-    compute_check: ComputeCheck | None = None
-    """Recomputes some slices to check them; None without ``check_compute_every``."""
 
     def with_virtual_ranks(self, options: Options) -> Connection:
-        """Return the connection, extended with sums of gradients and statistics over slices; called on all ranks."""
-        from paceline.ddp.compute_check import ComputeCheck  # few wrappers need this import
-        from paceline.ddp.virtual_ranks import VirtualRanks
+        """Return the connection, extended with sums of gradients over slices; called on all ranks."""
+        from paceline.ddp.virtual_ranks import VirtualRanks  # few wrappers need this import
 
-        count, every = options.virtual_ranks, options.check_compute_every
+        count = options.virtual_ranks
         virtual_ranks = VirtualRanks(self.reducer, count)
-        self.buffers.statistics = virtual_ranks.statistics
+        self.buffers.is_sliced = True
         # After the two extensions that may refuse a backward pass, because SharedParameters records that parameters are
         # shared, and before the extensions that read the gradients of all slices.
         self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
-        check = ComputeCheck(every, self.reducer, virtual_ranks) if every else None
-        return replace(self, virtual_ranks=virtual_ranks, compute_check=check)
+        return replace(self, virtual_ranks=virtual_ranks)
 
 
 def connect(
@@ -144,8 +138,7 @@ def connect(
         if broadcast is not replicated and (init_sync or options.check_replicas_every):
             check_synchronized(replicated)
         if options.virtual_ranks or dist.get_world_size(wrapper.process_group) > 1:
-            is_first = dist.get_rank(wrapper.process_group) == 0
-            check_lookups(replica.module, wrapper.parameters_to_ignore, warns=is_first)
+            check_lookups(replica.module, wrapper.parameters_to_ignore)
     channel = open_channel(wrapper.process_group, replica.device)
     # Registered before anything below can raise, so that the channel is closed even if construction fails.
     finalize(wrapper, channel.close)
@@ -197,7 +190,7 @@ def _extensions_of(
         # These two may refuse a backward pass. GraphCapture comes first, because SharedParameters inspects gradients
         # and sets some of them aside.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
-        SharedParameters(trained, reducer.ledger, channel.members),
+        reducer.shared,
         # JoinedSteps comes next, so that it does not announce a refused backward pass to ranks without data.
         joined_steps,
         # Before all extensions that read averages, because late and sparse gradients complete them.

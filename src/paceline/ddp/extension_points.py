@@ -21,7 +21,7 @@ Decision 0050 gives the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,18 +60,6 @@ class Extension:
 
     def begin_local(self) -> None:
         """Act on the start of a backward pass under ``no_sync``; called whether or not the extension is active."""
-
-    def common(self) -> Collection[int]:
-        """Return the parameters that other live wrappers also have; called whether or not the extension is active."""
-        return ()
-
-    def left_to_others(self) -> Collection[int]:
-        """Return the parameters that another wrapper averaged last, and whose gradients it therefore checks."""
-        return ()
-
-    def other_wrapper_in_backward(self) -> bool:
-        """Return whether a gradient outside this wrapper's backward passes comes from another wrapper's."""
-        return False
 
     def begin(self, backward: Backward) -> None:
         """Prepare a synchronized backward pass."""
@@ -145,14 +133,6 @@ class Extensions:
     def _mark_stale(self) -> None:
         # Do not refresh now, because extensions may also detect changes during a backward pass, which uses the tuples.
         self.is_stale = True
-
-    def common(self) -> frozenset[int]:
-        """Return the parameters that other live wrappers also have."""
-        return frozenset().union(*(extension.common() for extension in self.all))
-
-    def left_to_others(self) -> frozenset[int]:
-        """Return the parameters that another wrapper averaged last."""
-        return frozenset().union(*(extension.left_to_others() for extension in self.all))
 
     def abort(self, backward: Backward) -> None:
         """Undo every extension's preparations for `backward`."""

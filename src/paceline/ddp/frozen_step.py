@@ -119,7 +119,6 @@ class FrozenStep:
             and type(finisher) is AllReduce
             and finisher.sums is reducer.channel
             and not finisher.launches_at_end(shadowed=False)
-            and reducer.buffers.statistics is None
         )
 
 

@@ -38,6 +38,10 @@ class Ledger:
     """Ids of the graph tasks of the backward passes under ``no_sync`` since the last synchronized one."""
     task: int
     """Id of the graph task of the latest backward pass."""
+    in_local_steps = False
+    """Whether the program is inside ``local_steps``, so optimizers may step on gradients that were not averaged."""
+    stepped_task = -1
+    """Id of the graph task of the latest backward pass whose local gradients an optimizer has used."""
     is_on_empty_slice = False
     """Whether the running forward pass is over a batch that has no samples on this rank."""
     has_peers = False
@@ -123,6 +127,17 @@ class Ledger:
         self.blocks.unused.clear()
         if self._counted or self.kept.found is not None:
             self._count_only([], 0)
+
+    def stepped_locally(self) -> None:
+        """Record that an optimizer uses the local gradients of all backward passes so far."""
+        if self.local_tasks:
+            self.stepped_task = self.local_tasks[-1]
+            del self.local_tasks[:-1]  # kept until the gradients are dropped, which a program may never do
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether there was a local backward pass whose gradients were neither averaged nor used by an optimizer."""
+        return bool(self.local_tasks) and self.local_tasks[-1] != self.stepped_task
 
     def contributes_nothing(self, *, counted: bool) -> None:
         """Record that the rank has no data in this step; `counted` if the mean's divisor still includes the rank."""

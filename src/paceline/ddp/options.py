@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from paceline.core.stacks import warn
 from paceline.core.torch_distributed import get_default_group, local_of
 from paceline.core.torch_internals import has_elements, has_overlap
 from paceline.core.unwrapping import plain_name
@@ -49,8 +48,6 @@ class Options:
     """Whether buffers are made equal at the start."""
     check_replicas_every: int
     """Number of optimizer steps between comparisons of the replicas; 0 for no comparisons."""
-    check_compute_every: int
-    """Number of steps between checks that a slice's gradients are computed correctly; 0 for no checks."""
     virtual_ranks: int
     """Number of slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
@@ -62,7 +59,7 @@ class Options:
         init_sync: object,
         buffer_sync: tuple[bool | None, bool | None],
         unused: tuple[object, bool],
-        checks: tuple[bool, int | None, int | None],
+        checks: tuple[bool, int | None],
         sums: tuple[torch.dtype | None, int | None],
         lazy_buckets: bool,
     ) -> Options:
@@ -74,7 +71,7 @@ class Options:
             unused: ``unused_parameters``, and whether one of torch's arguments says that some are expected.
             lazy_buckets: ``lazy_bucket_allocation``.
             sums: ``reduce_dtype`` and ``virtual_ranks``, which determine the bits of the sums.
-            checks: ``check_finite``, ``check_replicas_every`` and ``check_compute_every``.
+            checks: ``check_finite`` and ``check_replicas_every``.
         """
         if lazy_buckets:  # buckets that exist only during backward; users would rely on the memory savings
             raise UsageError(
@@ -92,7 +89,6 @@ class Options:
             check_finite=checks[0],
             reduce_dtype=check_reduce_dtype(reduce_dtype),
             check_replicas_every=check_interval("check_replicas_every", checks[1]),
-            check_compute_every=check_computed(checks[2], virtual_ranks),
             virtual_ranks=check_summable(virtual_ranks, reduce_dtype),
             syncs_buffers=syncs,
             # As in torch, broadcast_buffers=False also leaves buffers alone at the start; forward_sync_buffers does
@@ -193,16 +189,6 @@ def check_interval(name: str, every: int | None) -> int:
     return every
 
 
-def check_computed(every: int | None, virtual_ranks: int | None) -> int:
-    """Check ``check_compute_every``, and return it as a number of steps; 0 if it is None."""
-    interval = check_interval("check_compute_every", every)
-    if interval and virtual_ranks is None:
-        raise UsageError(
-            f"check_compute_every={every} compares slices and needs virtual_ranks; also give virtual_ranks"
-        )
-    return interval
-
-
 def check_summable(count: int | None, reduce_dtype: torch.dtype | None) -> int:
     """Check the number of virtual ranks, and return it; 0 if it is None."""
     if count is None:
@@ -246,23 +232,17 @@ def check_initialized(module: nn.Module) -> None:
             )
 
 
-def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
-    """Refuse embeddings that rescale the rows a rank reads; warn if each rank counts row frequencies separately."""
+def check_lookups(module: nn.Module, ignored: set[str]) -> None:
+    """Refuse embeddings that rescale the rows a rank reads."""
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or f"{name}.weight".lstrip(".") in ignored:
             continue
-        kind = f"{type(layer).__name__} {plain_name(name)!r}"
         if layer.max_norm is not None:
             raise UsageError(
-                f"{kind} has max_norm={layer.max_norm:g}, so its forward rescales the rows that this rank reads, and "
-                "replicas would drift apart; set max_norm to None, and after optimizer.step() call layer.weight.data."
-                f"copy_(torch.renorm(layer.weight.data, {layer.norm_type:g}, 0, {layer.max_norm:g})) instead"
-            )
-        if layer.scale_grad_by_freq and warns:
-            warn(
-                f"{kind} has scale_grad_by_freq=True, which divides by how often a row occurs in the samples of one "
-                "rank or slice and not of the global batch, so gradients differ from those of one rank; leave it out "
-                "to avoid that"
+                f"{type(layer).__name__} {plain_name(name)!r} has max_norm={layer.max_norm:g}, so its forward rescales "
+                "the rows that this rank reads, and replicas would drift apart; set max_norm to None, and after "
+                "optimizer.step() call layer.weight.data.copy_(torch.renorm(layer.weight.data, "
+                f"{layer.norm_type:g}, 0, {layer.max_norm:g})) instead"
             )
 
 

@@ -68,6 +68,7 @@ from paceline.ddp.finisher import AllReduce, Finisher, TreeSums
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.module_changes import Change, ModuleWatch, Named, OnChange, Trained, find_refusal
 from paceline.ddp.options import Options
+from paceline.ddp.shared_parameters import SharedParameters
 from paceline.ddp.weights import UNWEIGHTED, WEIGHTED, Block
 from paceline.errors import CommunicationError, UsageError
 
@@ -135,6 +136,8 @@ class Reducer:
         self.hook_outputs = self.forwards.hook  # 2. the outputs of a forward are hooked
         self.extensions = Extensions()
         """The rare cases."""
+        self.shared = SharedParameters(self.trained, ledger, channel.members)
+        """The extension for parameters that other wrappers also have."""
         self._make_parts()
         self.number = abort.register(self)
         """The wrapper's number in order of construction."""
@@ -546,9 +549,9 @@ class Reducer:
 
         Gradients of parameters without a hook that arrived earlier are found when the remaining buckets are launched.
         """
-        if not self.sync_enabled or any(extension.other_wrapper_in_backward() for extension in self.extensions.all):
+        if not self.sync_enabled or self.shared.other_wrapper_in_backward():
             return
-        if self.forwards.may_have_ended_in(is_common=index in self.extensions.common()):
+        if self.forwards.may_have_ended_in(is_common=index in self.shared.common()):
             shows_outputs = not (self.forwards.is_unseen or self.forwards.are_differentiated)
             self.backward_reached(None, parameter)
             if (backward := self.backward) is not None and backward.phase is Phase.LAUNCHING:
@@ -578,7 +581,7 @@ class Reducer:
         """Return whether the backward pass in progress will reach an output of this wrapper and be synchronized."""
         if self.backward is not None or not self.sync_enabled or not self.forwards:
             return False
-        common = self.extensions.common()
+        common = self.shared.common()
         return self._accumulators.are_reached(common) or Accumulators(self._new_parameters()).are_reached(())
 
     def _detect_change(self) -> Change | None:
@@ -782,7 +785,7 @@ class Reducer:
 
     def local_gradient(self) -> str | None:
         """Return the name of a parameter whose gradient the wrapper has not averaged; None if there is none."""
-        return self.buckets.local_gradient(self.extensions.left_to_others())
+        return self.buckets.local_gradient(self.shared.left_to_others())
 
     def connected(self) -> Reducer:
         return self

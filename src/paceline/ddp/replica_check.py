@@ -1,6 +1,7 @@
 """The replica check: compares the replicas bit by bit after step 1, 3, 7, 15, …, or every k steps.
 
-The check also runs in the step after a backward pass that the wrapper did not see (:meth:`.Ledger.backward_began`).
+The check also runs in the step after a backward pass that the wrapper did not see (:meth:`.Ledger.backward_began`), and
+in the first synchronized backward pass after ``local_steps`` (:meth:`ReplicaCheck.request`).
 
 Replicas can drift apart, unnoticed by any other check, because of a backward pass that bypasses the wrapper, a forward
 or a hook that writes to weights, a flipped bit, or optimizers that differ between ranks. Each rank computes a 64-bit
@@ -69,6 +70,11 @@ class ReplicaCheck(Extension):
         self._ledger.compare_at = inf
         return self.is_active()
 
+    def request(self) -> None:
+        """Request a comparison in the next synchronized backward pass, unless the replicas are never compared."""
+        if self.is_active() or self._ledger.compare_at < inf:
+            self._ledger.compare_at, self._ledger.compares_out_of_turn = self._ledger.synchronizations, True
+
     def note(self) -> None:
         """Digest the parameters before a forward pass of a step that ends with a comparison.
 
@@ -101,7 +107,8 @@ class ReplicaCheck(Extension):
             # other ranks have not digested their parameters before the forward pass, so all ranks compare in the next
             # step instead.
             is_postponed = not (is_asked or stands_apart)
-            ledger.compare_at = (1 if is_postponed else 2) * ledger.synchronizations + 1
+            doubled = inf if self._every else 2 * ledger.synchronizations + 1
+            ledger.compare_at = ledger.synchronizations + 1 if is_postponed else doubled
             ledger.compares_out_of_turn = False
         if len({status.settings for status in statuses}) > 1 and not stands_apart:
             difference = find_difference(self._channel.all_gather_object(ledger.settings.by_parameter()))
@@ -156,8 +163,9 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
         f"after optimizer step {steps}, parameter {name!r}{others} has different bits on {named_ranks(odd)} than on "
         f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint; look "
         "for a backward pass that bypasses the wrapper, an update from gradients under no_sync() (in SAM, synchronize "
-        "the first backward pass too), a hook or a forward that changes weights based on one rank's samples, or "
-        "faulty memory; list parameters that may differ in module._ddp_params_and_buffers_to_ignore"
+        "the first backward pass too), local_steps() whose parameters were not averaged before this step, a hook or a "
+        "forward that changes weights based on one rank's samples, or faulty memory; list parameters that may differ "
+        "in module._ddp_params_and_buffers_to_ignore"
     )
 
 

@@ -98,13 +98,23 @@ class StepGuard:
 
         A backward pass may have stayed local under ``no_sync``, or it may have bypassed the wrapper. The second case is
         checked only if nothing was synchronized after `synchronizations_before`, because a program may replace the
-        averages.
+        averages. Inside ``local_steps``, the gradients are meant to be local.
         """
+        if self._ledger.in_local_steps:
+            if self._ledger.is_weight_pending:
+                raise self._refusal(
+                    f"{caller} found gradients that were not divided by the weights passed to model.weight(), because "
+                    "that happens when they are averaged over the ranks, and model.local_steps() keeps them local",
+                    "leave model.weight() out, and compute a mean loss in each local step",
+                )
+            self._ledger.stepped_locally()
+            return
         if self._ledger.local_tasks:
             raise self._refusal(
                 f"{caller} found gradients that the wrapper has not averaged over the ranks, because the last backward "
-                "ran under no_sync() or in the middle of accumulate()",
-                f"step only when model.do_sync is true, or call model.sync_gradients() first{_BY_HAND}",
+                "ran under no_sync(), in local_steps() or in the middle of accumulate()",
+                "step only when model.do_sync is true, call model.sync_gradients() first, or run the step inside "
+                f"model.local_steps() too if replicas may differ for a while (local SGD){_BY_HAND}",
             )
         if self._ledger.is_weight_pending:
             raise self._refusal(

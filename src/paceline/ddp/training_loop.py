@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -43,8 +43,7 @@ def accumulate(
     gradients are synchronized in the last slice. Omit `every`; `batches` must be a
     :class:`paceline.data.DataLoader`, whose other passes still yield whole batches. Each slice has separate random
     streams. Empty slices of a short last batch are skipped; if all of a rank's slices are empty, one empty batch is
-    yielded. With ``check_compute_every``, a slice may be yielded again; in that
-    case ``model.is_repeat`` is true, so that the loop can skip its loss in sums.
+    yielded.
 
     Args:
         model: the wrapper; ``model.do_sync`` is true if the current batch is the last of its window.
@@ -99,29 +98,18 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
             f"a model with virtual_ranks={count} needs a loader that cuts each batch into that many slices; "
             "pass the paceline.data.DataLoader itself; a progress bar can wrap accumulate's result instead"
         )
-    from paceline.ddp.virtual_ranks import in_order
-
-    state, connection = rng_state(), model._connected()
-    virtual_ranks, check = connection.virtual_ranks, connection.compute_check
+    state, virtual_ranks = rng_state(), model._connected().virtual_ranks
     assert virtual_ranks is not None
     loop = _latest[model] = object()
-
-    def is_latest() -> bool:
-        return _latest[model] is loop
-
-    def begin(number: int, filled: Sequence[int]) -> None:
-        _latest[model] = loop
-        virtual_ranks.begin_slice(number, filled)
-
     try:
         for slices in loader.in_slices(count):
-            if check is not None and check.is_due:
-                yield from check.go_through(begin, slices, slices.filled, is_latest)
-            else:
-                yield from in_order(begin, slices, slices.filled)
+            for number in slices.filled or [0]:  # an empty batch if none has samples
+                _latest[model] = loop
+                virtual_ranks.begin_slice(number, slices.filled)
+                yield slices.seeded(number)
             virtual_ranks.end_step()
     finally:  # also if the caller leaves the loop in the middle of a step
-        if is_latest():
+        if _latest[model] is loop:
             virtual_ranks.leave_step()
             model.enable_grad_sync()
             set_rng_state(state)

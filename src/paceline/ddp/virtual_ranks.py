@@ -12,25 +12,20 @@ EasyScale (Li et al., SC '23) trains with logical workers in a similar way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.digests import quick_digest
-from paceline.core.torch_distributed import local_of
-from paceline.core.torch_internals import add_each, is_plain, queue_callback
-from paceline.core.virtual_ranks import Slices
+from paceline.core.torch_internals import add_each, queue_callback
+from paceline.core.unwrapping import Communicates
 from paceline.ddp.arrivals import gradient_of
 from paceline.ddp.backward import Backward
 from paceline.ddp.buckets import Bucket
-from paceline.ddp.buffers import BufferSync
 from paceline.ddp.channel import Pausing
 from paceline.ddp.extension_points import Exchanged, Extension
 from paceline.ddp.module_changes import ModuleWatch
 from paceline.ddp.reducer import Reducer
-from paceline.ddp.running_statistics import SliceStatistics
 from paceline.errors import UsageError
 
 
@@ -64,7 +59,7 @@ class SavedBuffers:
 
 
 class SliceBuffers:
-    """The buffers of one wrapper's module during a step, except the buffers that `statistics` adds up.
+    """The buffers of one wrapper's module during a step.
 
     Each slice begins with the values from before the step::
 
@@ -72,17 +67,13 @@ class SliceBuffers:
         before ──► slice 1 ──► dropped          after the step, on every rank: the buffers of slice 0
         before ──► slice 2 ──► dropped
 
-    A module with buffers that a forward pass changes (spectral norm, a moving average, a counter) therefore trains as
-    it would on as many ranks as there are slices, with one slice per rank, and ends the step with rank 0's buffers. A
-    rank with only one slice per step makes no copies, because rank 0's buffers are broadcast anyway.
+    A module with buffers that a forward pass changes (BatchNorm, spectral norm, a counter) therefore trains as it would
+    on as many ranks as there are slices, with one slice per rank, and ends the step with rank 0's buffers. A rank with
+    only one slice per step makes no copies, because rank 0's buffers are broadcast anyway.
     """
 
-    def __init__(self, watch: ModuleWatch, statistics: SliceStatistics, sync: BufferSync) -> None:
-        self._watch, self._statistics, self._sync = watch, statistics, sync
-        self._own: dict[str, tuple[Tensor, int, int]] = {}
-        """What :meth:`_looks` returned before the step."""
-        self._is_first_step = True
-        """Whether no step has been completed yet."""
+    def __init__(self, watch: ModuleWatch) -> None:
+        self._watch = watch
         self._before: SavedBuffers | None = None
         """The buffers from before the step; None between steps, and on a rank with one slice."""
         self._kept: SavedBuffers | None = None
@@ -92,11 +83,10 @@ class SliceBuffers:
         """Begin a slice with the buffers from before the step; `is_only` if this rank has no other slice."""
         if is_first:
             self._kept = None
-            self._before = None if is_only else self._save()
-            self._own = self._looks()
+            self._before = None if is_only else SavedBuffers(self._watch.module)
         elif self._before is not None:
             if self._kept is None:
-                self._kept = self._save()
+                self._kept = SavedBuffers(self._watch.module)
             self._before.restore()
 
     def leave_step(self) -> None:
@@ -107,52 +97,12 @@ class SliceBuffers:
         if self._before is not None:
             self._before.restore()
         self._before = self._kept = None
-        self._own = {}
 
     def end_step(self) -> None:
         """Restore the buffers that the first slice produced."""
-        if self._own:
-            current = self._looks()
-            for name, (buffer, *look) in self._own.items():
-                if name not in current or current[name][0] is not buffer or [*current[name][1:]] != look:
-                    cause = "its name in _ddp_params_and_buffers_to_ignore"
-                    raise UsageError(
-                        f"a forward has changed buffer {name!r}, which would differ between ranks without a broadcast; "
-                        f"leave {cause if self._sync.is_wanted else 'broadcast_buffers=False'} out with virtual_ranks"
-                    )
-        self._is_first_step = False
         if self._kept is not None:
             self._kept.restore()
         self._before = self._kept = None
-
-    def _looks(self) -> dict[str, tuple[Tensor, int, int]]:
-        """Return, by name, each buffer that is not broadcast, with its version and a digest, to detect changes."""
-        # Values are digested only in the first step, because that reads them. Writes through .data do not change the
-        # version.
-        added = {id(getattr(layer, name)) for layer, name in self._statistics.buffers}
-        return {
-            name: (buffer, buffer._version, self._digest(buffer))
-            for name, buffer in self._sync.each_ranks_own().items()
-            if id(buffer) not in added
-        }
-
-    def _digest(self, buffer: Tensor) -> int:
-        local = local_of(buffer)
-        return int(quick_digest(local)) if self._is_first_step and is_plain(local) else 0
-
-    def _save(self) -> SavedBuffers:
-        return SavedBuffers(self._watch.module, {(id(layer), name) for layer, name in self._statistics.buffers})
-
-
-Begin = Callable[[int, Sequence[int]], None]
-"""Function that begins a slice; see :meth:`VirtualRanks.begin_slice`."""
-
-
-def in_order(begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
-    """Yield a rank's slices of a step in order: the slices in `filled`, or the first slice if none has samples."""
-    for number in filled or [0]:
-        begin(number, filled)
-        yield batches.seeded(number)
 
 
 class VirtualRanks(Extension):
@@ -165,12 +115,12 @@ class VirtualRanks(Extension):
 
     def __init__(self, reducer: Reducer, count: int) -> None:
         self._reducer, self.count = reducer, count
-        self._check_parameters()
+        self._check_module()
         self.slices = count // reducer.channel.size
         """Number of slices that this rank computes in a step."""
-        self.statistics = SliceStatistics(reducer.watch, reducer.channel, self.slices)
-        """Adds up BatchNorm's running statistics."""
-        self._buffers = SliceBuffers(reducer.watch, self.statistics, reducer.buffers)
+        self._buffers = SliceBuffers(reducer.watch)
+        self._is_in_step = False
+        """Whether a slice has begun, and the step's synchronized backward pass has not ended."""
         self.number = 0
         """Number of the current slice."""
         self._filled: Sequence[int] = ()
@@ -184,8 +134,6 @@ class VirtualRanks(Extension):
         parameter."""
         self._left: list[tuple[int, int]] | None = None
         """Id and version of each gradient at the end of the slice's backward pass; None before it ends."""
-        self.is_repeat = False
-        """Whether the current slice is being repeated for a compute check, so that its results do not count."""
 
     def begin_slice(self, number: int, filled: Sequence[int]) -> None:
         """Begin this rank's slice `number` of a step; gradients are synchronized in the last slice.
@@ -206,9 +154,7 @@ class VirtualRanks(Extension):
             self.number = 0
             self._reducer.buffers.begin_step()
             self._counts = ledger.forward_counts
-        self.statistics.begin_slice(number, is_first=is_first)
-        if not filled:  # an empty batch, whose statistics do not count either
-            self.statistics.begin_repeat()
+        self._is_in_step = True
         self._buffers.begin_slice(is_first=is_first, is_only=self.slices == 1)
         for _ in range(self.number, number):  # the previous slice, and empty ones in between
             self._check_unchanged()
@@ -217,12 +163,6 @@ class VirtualRanks(Extension):
         self.number, self._filled = number, filled
         self._is_last = number in filled[-1:] or not filled
         self._reducer.set_sync(self._is_last)
-
-    def begin_repeat(self) -> None:
-        """Begin a repetition of a slice, whose results do not count."""
-        self.is_repeat = True
-        self.statistics.begin_repeat()
-        self._reducer.set_sync(False)
 
     def end_step(self) -> None:
         """Raise if the last slice skipped its backward pass, because the other slices' gradients would be lost."""
@@ -247,15 +187,11 @@ class VirtualRanks(Extension):
         return is_under_way
 
     def _leave_step(self) -> bool:
-        if is_under_way := self.statistics.is_in_step:
-            self.statistics.leave_step()
+        is_under_way, self._is_in_step = self._is_in_step, False
+        if is_under_way:
             self._buffers.leave_step()
         self._forget()
         return is_under_way
-
-    def drop(self) -> None:
-        for parameter in self._reducer.trained.parameters:
-            parameter.grad = None
 
     def begin_local(self) -> None:
         """At the end of a slice's backward pass, record the gradients that it produced."""
@@ -290,7 +226,7 @@ class VirtualRanks(Extension):
                 "loader), and add up the losses of a slice before its one backward()"
             )
         if backward.is_shared:
-            name = self._reducer.trained.names[min(self._reducer.extensions.common(), default=0)]
+            name = self._reducer.trained.names[min(self._reducer.shared.common(), default=0)]
             raise UsageError(
                 f"rank {rank}: virtual_ranks={self.count} cannot sum the gradient of {name!r}, which another wrapper "
                 "also has; wrap one module that contains both, or delete the other wrapper"
@@ -298,6 +234,7 @@ class VirtualRanks(Extension):
 
     def backward_ended(self, backward: Backward) -> None:
         """Restore the buffers of the first slice before they are broadcast."""
+        self._is_in_step = False
         self._buffers.end_step()
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
@@ -338,16 +275,12 @@ class VirtualRanks(Extension):
             backward.defer_error(UsageError(self._not_dense(names[min(sparse)], torch.sparse_coo)))
         yield from ()
 
-    def close(self) -> None:
-        """Remove the hooks from the module."""
-        self.statistics.close()
-
     def abort(self, backward: Backward) -> None:
         """Abandon a step after an exception; its forward passes still count, because the other ranks continue."""
         self._leave_step()
 
     def check_change(self) -> None:
-        if self.statistics.is_in_step:
+        if self._is_in_step:
             raise UsageError(
                 f"rank {self._reducer.channel.rank}: parameters of the module were added or unfrozen in the middle of "
                 f"a step with virtual_ranks={self.count}; change the module between steps"
@@ -356,14 +289,26 @@ class VirtualRanks(Extension):
     def parameters_changed(self) -> None:
         """Drop the sums, which belong to the previous parameters."""
         self._forget()
-        self._check_parameters()
+        self._check_module()
 
     def _forget(self) -> None:
         self._sums.clear()
         self._is_last, self._left = False, None
         self._reducer.ledger.gradients_are_set_aside = False
 
-    def _check_parameters(self) -> None:
+    def _check_module(self) -> None:
+        for name, layer in self._reducer.watch.module.named_modules():
+            if isinstance(layer, nn.SyncBatchNorm | Communicates):
+                raise UsageError(
+                    f"{name!r} is a {type(layer).__name__}, which normalizes over all ranks at once, but with "
+                    "virtual_ranks a rank computes its slices one after another; use BatchNorm, or no virtual_ranks"
+                )
+        buffers = self._reducer.buffers
+        if buffers.buffers.places and not buffers.is_wanted:
+            raise UsageError(
+                "virtual_ranks needs broadcast buffers, because each slice changes its own; leave out "
+                "broadcast_buffers=False"
+            )
         if (name := self._reducer.watch.untrained()) is not None:
             raise UsageError(
                 f"parameter {name!r} is trained but not averaged (_ddp_params_and_buffers_to_ignore), so it differs "

@@ -10,7 +10,6 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -380,8 +379,6 @@ def multiply_gradients(parameters: Iterable[Tensor], weight: float) -> None:
 
 LOOKS = 3
 """Number of weighted backward passes to examine in each wrapper."""
-DEPTH = 8
-"""Maximum number of graph nodes to look through between the loss and the mean."""
 MEAN = 1
 """ATen's number for ``reduction="mean"``."""
 # Operations that turn a mean into a mean. Node names end in "Backward" and a number.
@@ -389,21 +386,12 @@ _KEEPS = ("ToCopy", "Neg", "Div", "Clone", "Alias", "Squeeze", "Unsqueeze", "Vie
 _SAME = tuple(f"{name}Backward" for name in _KEEPS)
 
 
-class Origin(Enum):
-    """The operation that produced a loss."""
-
-    MEAN_LOSS = "a loss function that averages"
-    MEAN = "a mean"
-    UNKNOWN = "unknown"
-    OTHER = "a sum, or anything else"
-
-
 class MistakenMeans:
     """Detects a mean loss inside ``model.weight(n)``, which expects a sum: the gradient would be n times too small.
 
     Only the first few weighted backward passes are examined. The loss is found in the stack frame of torch's own
-    ``backward``, and its ``grad_fn`` shows which operations produced it. The factors of a product are no longer
-    available while the graph is running; because n times a mean is a sum, a product causes no warning.
+    ``backward``, and its ``grad_fn`` shows the operation that produced it. Sums and products cause no warning, because
+    n times a mean is a sum, and factors are no longer available while the graph is running.
     """
 
     def __init__(self) -> None:
@@ -437,44 +425,17 @@ def _roots(call: FrameType) -> list[Tensor]:
 
 
 def _is_mean(root: Tensor) -> bool:
-    return origin(root.grad_fn) in (Origin.MEAN_LOSS, Origin.MEAN)
-
-
-def origin(node: Any, depth: int = DEPTH) -> Origin:
-    """Return the operation that produced the scalar of `node`, looking through at most `depth` nodes."""
-    if node is None or not depth:
-        return Origin.OTHER
-    name = node.name().rpartition("::")[2]
-    sources = [source for source, _ in node.next_functions if source is not None]
-    if getattr(node, "_saved_reduction", None) == MEAN:
-        return Origin.MEAN_LOSS
-    if name.startswith("MeanBackward"):
-        if math.prod(node._saved_self_sym_sizes) == 1:  # the mean of one number is that number
-            return origin(sources[0], depth - 1) if sources else Origin.OTHER
-        source = sources[0].name() if sources else ""
-        # A mean over a list of losses, each of which may be a sum.
-        return Origin.UNKNOWN if source.startswith(("StackBackward", "CatBackward")) else Origin.MEAN
-    if name.startswith(_SAME) and len(sources) == 1:
-        return origin(sources[0], depth - 1)
-    if name.startswith(("AddBackward", "SubBackward")):
-        if _smooths_labels(sources):
-            return Origin.MEAN_LOSS
-        terms = [origin(source, depth - 1) for source in sources]
-        if Origin.MEAN_LOSS in terms:
-            return Origin.MEAN_LOSS
-        return Origin.OTHER if Origin.OTHER in terms else Origin.MEAN if Origin.MEAN in terms else Origin.UNKNOWN
-    if name.startswith("MulBackward"):
-        return Origin.UNKNOWN
-    return Origin.OTHER
-
-
-def _smooths_labels(terms: list[Any]) -> bool:
-    """Return whether `terms` come from a mean cross entropy with ``label_smoothing``.
-
-    That function adds two products with a number, computed in C++ (``MulBackward1``); a product written in Python has a
-    different node.
-    """
-    if len(terms) != 2 or any(not term.name().endswith("MulBackward1") for term in terms):
-        return False
-    source = terms[0].next_functions[0][0]
-    return source is not None and source.name().startswith("NllLoss") and source._saved_reduction == MEAN
+    """Return whether `root` is a loss that averages, or the mean of several numbers."""
+    node: Any = root.grad_fn
+    while node is not None:
+        name = node.name().rpartition("::")[2]
+        if getattr(node, "_saved_reduction", None) == MEAN:
+            return True
+        source = node.next_functions[0][0] if node.next_functions else None
+        if name.startswith("MeanBackward") and math.prod(node._saved_self_sym_sizes) > 1:
+            # The mean over a list of losses, each of which may be a sum, causes no warning.
+            return source is None or not source.name().startswith(("StackBackward", "CatBackward"))
+        if not name.startswith(("MeanBackward", *_SAME)):  # the mean of one number is that number
+            return False
+        node = source
+    return False

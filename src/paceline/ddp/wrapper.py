@@ -115,9 +115,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         check_replicas_every: number of steps between comparisons of the ranks' parameter fingerprints; by default
             after steps 1, 3, 7, 15, 31, …; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank.
             Costs one read of the parameters, and does not detect wrong averages.
-        check_compute_every: with `virtual_ranks`, number of steps between checks that recompute a slice on a second
-            rank; if the bits differ, :class:`~paceline.errors.WrongComputation` is raised on every rank, before the
-            step is taken.
         virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same
             tree for any number of ranks that divides V, so the weights are bit-identical on 1, 2, …, V ranks. Loop
             over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
@@ -192,7 +189,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         check_finite: bool = False,
         reduce_dtype: torch.dtype | None = None,
         check_replicas_every: int | None = None,
-        check_compute_every: int | None = None,
         virtual_ranks: int | None = None,
     ) -> None:
         nn.Module.__init__(self)  # skip torch DDP's __init__, which would build its reducer
@@ -207,7 +203,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             init_sync=init_sync,
             capacity=(bucket_cap_mb, bucket_cap_mb_list),
             unused=(unused_parameters, find_unused_parameters or static_graph or skip_all_reduce_unused_params),
-            checks=(check_finite, check_replicas_every, check_compute_every),
+            checks=(check_finite, check_replicas_every),
             sums=(reduce_dtype, virtual_ranks),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
             lazy_buckets=lazy_bucket_allocation,
@@ -367,11 +363,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, enabled: bool) -> None:
+        if enabled:
+            self._refuse_in_local_steps("enabling gradient synchronization, as accumulate() does,")
         self._engine.sync_enabled = enabled
 
     def enable_grad_sync(self) -> None:
         """Synchronize gradients in backward passes that start from now on."""
-        self._engine.sync_enabled = True
+        self.require_backward_grad_sync = True
 
     def disable_grad_sync(self) -> None:
         """Accumulate gradients locally in backward passes that start from now on."""
@@ -416,6 +414,55 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         finally:
             self._engine.sync_enabled = previous
 
+    @contextmanager
+    def local_steps(self) -> Iterator[None]:
+        """Let optimizers step on this rank's own gradients inside the block, as local SGD does.
+
+        Backward passes inside the block stay local, as under :meth:`no_sync`, so the replicas drift apart until the
+        program averages their parameters, for example with one of torch's model averagers::
+
+            averager = PeriodicModelAverager(period=4)
+            with model.local_steps():
+                for x, y in loader:
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    averager.average_parameters(model.parameters())  # before zero_grad(): it skips missing gradients
+                    optimizer.zero_grad()
+
+        After the block, every step needs averaged gradients again. The next synchronized backward pass compares the
+        replicas, unless they are never compared (``init_sync=False`` or a communication hook, both without
+        ``check_replicas_every``). Average the parameters before it, and take the same number of steps on every rank.
+        Optimizer state is not averaged: momentum that differs lets the replicas drift apart again after the block.
+        Register the model and the optimizer with a Checkpointer with ``per_rank=True``.
+
+        Raises:
+            UsageError: with ``virtual_ranks``. Inside the block, if gradients would be synchronized
+                (:func:`~paceline.accumulate`, :meth:`sync_gradients`), or if an optimizer steps on gradients of
+                micro-batches inside :meth:`weight`. After it, if an optimizer steps on gradients from the block.
+            ReplicaMismatch: in the next synchronized backward pass, if the replicas still differ.
+        """
+        if count := self._options.virtual_ranks:
+            raise UsageError(
+                f"model.local_steps() cannot be combined with virtual_ranks={count}, which promises the same weights "
+                "on any number of ranks; leave one of the two out"
+            )
+        ledger = self._replica.ledger
+        with self.no_sync():
+            is_nested, ledger.in_local_steps = ledger.in_local_steps, True
+            try:
+                yield
+            finally:
+                ledger.in_local_steps = is_nested
+                if self._connection is not None and not is_nested:
+                    self._connection.replica_check.request()
+
+    def _refuse_in_local_steps(self, call: str) -> None:
+        if self._replica.ledger.in_local_steps:
+            raise UsageError(
+                f"{call} inside model.local_steps() would average gradients of replicas that may differ; do it outside "
+                "the block, and count micro-batches yourself inside it"
+            )
+
     def sync_gradients(self) -> None:
         """Average the gradients in ``p.grad`` now, without a backward pass.
 
@@ -429,7 +476,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             DesyncError: if numbers that must be equal differ between ranks, such as counts of optimizer steps and of
                 steps with a forward pass.
             CommunicationError: if a rank has exited or did not take part.
+            UsageError: inside :meth:`local_steps`.
         """
+        self._refuse_in_local_steps("sync_gradients()")
         if (connection := self._connection) is not None:
             self._engine.resync_aborted()
             # The other ranks broadcast buffers in forward or at the end of backward.
@@ -506,12 +555,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """The number of the current slice among this rank's slices, starting at 0; always 0 without virtual ranks."""
         slices = None if self._connection is None else self._connection.virtual_ranks
         return 0 if slices is None else slices.number
-
-    @property
-    def is_repeat(self) -> bool:
-        """Whether the current slice is a repetition for ``check_compute_every``, whose results do not count."""
-        slices = None if self._connection is None else self._connection.virtual_ranks
-        return slices is not None and slices.is_repeat
 
     # -- uneven inputs ------------------------------------------------------------------------------------------
 
@@ -640,11 +683,20 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         use_hook(state, hook, reducer, self._replica, self._options, self.process_group)
         self._comm_hooks.append((hook, state))
 
+    @property
+    def has_local_parameters(self) -> bool:
+        """Whether the program is inside :meth:`local_steps`, so that ranks may have different parameters."""
+        ledger = self._replica.ledger
+        return ledger.in_local_steps and ledger.has_peers
+
     # -- state and costs ----------------------------------------------------------------------------------------
 
     def holds_local_gradients(self) -> bool:
-        """Return whether gradients of micro-batches that ran under :meth:`no_sync` have yet to be synchronized."""
-        if not self._replica.ledger.local_tasks:
+        """Return whether gradients of micro-batches under :meth:`no_sync` have yet to be synchronized.
+
+        In :meth:`local_steps`, return whether they have yet to be used by an optimizer.
+        """
+        if not self._replica.ledger.is_accumulating:
             return False
         gradients = [parameter.grad for parameter in self._replica.all_parameters()]
         # They may have been dropped or zeroed in the meantime.

@@ -34,14 +34,14 @@ PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-_PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError", "WrongComputation")
+_PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError")
 """Error classes for devices and collectives, by name because importing torch would take seconds."""
 _PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 LONGEST_MESSAGE, LONGEST_TRACE = 2_000, 8_000
 """Maximum length of an error's message and traceback; the middle is cut out."""
 CUT = " … … "
 """Start of the text that replaces the middle."""
-_FACTS = ("usage", "may_pass", "has_optimizer", "is_one_of")
+_FACTS = ("usage", "may_pass", "has_optimizer")
 """Fields of a :class:`Record` that are not in torch's error files."""
 
 
@@ -54,7 +54,6 @@ class Record:
         blamed: ranks known to have caused this error; None if the error is not a consequence.
         may_pass: see :func:`may_pass`.
         has_optimizer: whether the rank may have held an optimizer; without one it has not trained.
-        is_one_of: whether the error names several ranks, only one of them at fault.
     """
 
     message: str
@@ -64,7 +63,6 @@ class Record:
     blamed: tuple[int, ...] | None = None
     may_pass: bool = False
     has_optimizer: bool = True
-    is_one_of: bool = False
 
 
 def write(path: str, record: Record) -> None:
@@ -129,14 +127,13 @@ def of(error: BaseException) -> Record:
     except BaseException:  # raised by the error's __getattr__ when Python asks for its notes
         trace = "".join([*traceback.format_tb(error.__traceback__), text])
     at, passing = time.time(), may_pass(error)
-    is_one_of = type(error).__name__ == "WrongComputation" and len(getattr(error, "ranks", ())) > 1
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     usage = "paceline.errors.UsageError" in kinds and blamed is None
     if usage:
         from paceline.core.stacks import place_in  # paceline has already been imported
 
         text = message + place_in(error.__traceback__)
-    return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer(), is_one_of)
+    return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer())
 
 
 def message_of(error: BaseException) -> str:

@@ -219,7 +219,7 @@ def cause(ends: Sequence[End]) -> Cause:
         # Losing a peer is not held against a rank's slot, but keeping the others waiting may be.
         absent = next(iter(missed(ends)), None if first.suspicion == LOST_A_PEER else first)
         return Cause(is_kill=is_kill, step=step, rank=None if absent is None else absent.rank)
-    rank = first.rank if record.may_pass and not record.is_one_of else None
+    rank = first.rank if record.may_pass else None
     return Cause(identity(record), record.may_pass, record.has_optimizer, is_kill, step, rank)
 
 

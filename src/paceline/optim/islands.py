@@ -82,8 +82,10 @@ class Islands:
         self.is_leader = self.members[self.number][0] == world.rank
         self.bytes_on_wire = 0
         """Bytes that this rank has sent to other islands, assuming collectives that move as little as possible."""
+        self.goes_on = on_lost_island == "continue"
+        """Whether this island goes on alone if an exchange fails."""
         self._inside = group if len(ranks) > 1 else None
-        self._compress, self._goes_on = compress, on_lost_island == "continue"
+        self._compress = compress
         self._between: dist.ProcessGroup | None = None
         self._leaders = [island[0] for island in self.members]
         if len(self.members) > 1:
@@ -173,7 +175,7 @@ class Islands:
         lost = " and ".join(f"island {number} ({named_ranks(self.members[number])})" for number in others)
         ranks = list(chain.from_iterable(self.members[number] for number in others))
         what = f"rank {self._world.rank}: the outer step of island {mine} with {lost} failed ({reason})"
-        if not self._goes_on:
+        if not self.goes_on:
             raise CommunicationError(
                 f"{what}; see the errors of that island, and check the link to it; if the link is only slow, raise "
                 "timeout=…, or let each island go on alone with on_lost_island='continue'"

@@ -26,11 +26,11 @@ from paceline.optim.islands import Compression, Islands, Lost, Message
 
 _LOCAL = "local"
 """Key of this module's part of a state dict; the rest is the inner optimizer's state dict."""
-_CANNOT_BE_INNER = {"ShardedOptimizer", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "Outer"}
+_CANNOT_BE_INNER = {"ShardedOptimizer", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "IslandOptimizer"}
 
 
-class Outer(Optimizer):
-    """Base of :class:`LocalSGD` and :class:`DiLoCo`: counts inner steps, and exchanges one fragment after another."""
+class IslandOptimizer(Optimizer):
+    """Base of LocalSGD and DiLoCo: takes inner steps, and exchanges one fragment after another."""
 
     state_is_per_rank = True
     """Tells a Checkpointer that each rank has its own state."""
@@ -64,6 +64,8 @@ class Outer(Optimizer):
         """Inner steps; inner steps since the last receipt; received messages."""
         self._received_at = [0] * len(self._fragments)
         """Number of inner steps at each fragment's last receipt."""
+        self._synced_at = -1
+        """Number of inner steps at the last sync()."""
         self._is_stepping = False
         for optimizer in self._parts():
             optimizer.register_step_pre_hook(self._refuse_direct_step)
@@ -125,11 +127,16 @@ class Outer(Optimizer):
         """Average now, so that all islands have the same weights, for example at the end of the training.
 
         Call it on all ranks, after the same number of steps. It also averages floating-point buffers. The next round
-        begins with the next step.
+        begins with the next step; a second call before that step averages only buffers.
 
         Raises:
             CommunicationError: if another island does not answer in time; names the island.
         """
+        if self._synced_at != self._steps:
+            self._sync_parameters()
+        self.islands.mean_of([buffer for buffer in unwrap(self._model).buffers() if buffer.is_floating_point()])
+
+    def _sync_parameters(self) -> None:
         self._is_stepping = True
         try:
             if self._message is not None:
@@ -145,8 +152,7 @@ class Outer(Optimizer):
         finally:
             self._is_stepping = False
         self.use_outer_weights()
-        self.islands.mean_of([buffer for buffer in unwrap(self._model).buffers() if buffer.is_floating_point()])
-        self._local = 0
+        self._local, self._synced_at = 0, self._steps
 
     def _send(self) -> None:
         number = self._rounds % len(self._fragments)
@@ -205,7 +211,7 @@ class Outer(Optimizer):
         """Return everything that this rank needs to continue at this inner step, including its local parameters."""
         local = {
             "settings": self._settings,
-            "counts": [self._steps, self._local, self._rounds, self._received_at],
+            "counts": [self._steps, self._local, self._rounds, self._synced_at, self._received_at],
             "parameters": [parameter.detach() for fragment in self._fragments for parameter in fragment],
             "buffers": dict(unwrap(self._model).named_buffers()),
             "payload": None if self._message is None else self._message.payload,
@@ -236,7 +242,7 @@ class Outer(Optimizer):
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key != _LOCAL})
         self._link()
         local, device = state_dict[_LOCAL], self._fragments[0][0].device
-        self._steps, self._local, self._rounds, received_at = local["counts"]
+        self._steps, self._local, self._rounds, self._synced_at, received_at = local["counts"]
         self._received_at = list(received_at)
         parameters = [parameter for fragment in self._fragments for parameter in fragment]
         for parameter, value in zip(parameters, local["parameters"], strict=True):
@@ -258,7 +264,7 @@ class Outer(Optimizer):
         raise UsageError(f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state")
 
 
-class LocalSGD(Outer):
+class LocalSGD(IslandOptimizer):
     """Averages the parameters of all islands every `sync_every` steps of `optimizer` (Stich, arXiv 1805.09767).
 
     An island is the process group of the wrapper `model`. In a job of two hosts with four GPUs each::
@@ -303,7 +309,7 @@ class LocalSGD(Outer):
             parameter.copy_(mean)
 
 
-class DiLoCo(Outer):
+class DiLoCo(IslandOptimizer):
     """Takes an `outer` step with the mean change of all islands, every `sync_every` steps of `inner`.
 
     DiLoCo (Douillard et al., arXiv 2311.08105) and, with fragments, streaming DiLoCo (arXiv 2501.18512). The names of
@@ -374,9 +380,10 @@ class DiLoCo(Outer):
 
     def _numbers(self, fragment: list[nn.Parameter]) -> Tensor:
         # In the parameters' dtype first, so that unchanged parameters have a change of zero.
-        began = [self._outer_weights[parameter].to(parameter.dtype) for parameter in fragment]
-        dtype = _wide(fragment)
-        return _flat(began, dtype).sub_(_flat(fragment, dtype))
+        changes = _flat([self._outer_weights[parameter].to(parameter.dtype) for parameter in fragment], _wide(fragment))
+        for change, parameter in zip(views_of(changes, fragment), fragment, strict=True):
+            change.sub_(parameter)
+        return changes
 
     def _apply(self, fragment: list[nn.Parameter], means: list[Tensor]) -> None:
         for parameter, mean in zip(fragment, means, strict=True):
@@ -397,14 +404,15 @@ class DiLoCo(Outer):
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
         """Use the outer weights, which are equal on all islands, inside the block; to evaluate them, for example."""
-        local = {parameter: parameter.detach().clone() for parameter in self._outer_weights}
-        self.use_outer_weights()
+        local = {parameter: parameter.data for parameter in self._outer_weights}
+        # Without copies, which would look as if the parameters had changed since the last step.
+        for parameter, weights in self._outer_weights.items():
+            parameter.data = weights.to(parameter.dtype)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for parameter, values in local.items():
-                    parameter.copy_(values)
+            for parameter, values in local.items():
+                parameter.data = values
 
     def _outer_state(self) -> Any:
         return {"weights": list(self._outer_weights.values()), "optimizer": self._outer.state_dict()}

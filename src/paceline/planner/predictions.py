@@ -33,8 +33,6 @@ OPTIMIZER_BYTES = 28
 """Bytes per parameter that a fused AdamW reads (parameter, gradient, two moments) and writes, in float32."""
 FORWARD, BACKWARD = 1 / 3, 2 / 3
 """Shares of a step's FLOPs."""
-RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
-"""Fewest and most devices, lowest and highest efficiency, as tutorials give them."""
 WORTH = 1.5
 """Doubling the ranks pays while it multiplies the useful throughput by at least this: half of what was added."""
 CAST_TRAFFIC, INT8_TRAFFIC = 6, 50

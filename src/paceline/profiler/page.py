@@ -12,7 +12,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any
@@ -31,11 +30,6 @@ from paceline.profiler.steps import Step, cut_into_stretches
 SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
 """The order matters: each script uses declarations of earlier ones as it loads."""
 FILES = "paceline.profiler"
-DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
-"""A step is an outlier if it is at least `DEVIATIONS` scaled median absolute deviations above the rank's median and at
-least `LEAST_RATIO` times the median (which matters in runs without noise), or if it is `ALWAYS` times the median."""
-MOST_OUTLIERS = 400
-"""Maximum number of marked outliers, to limit the size of the page."""
 MOST_POINTS = 60_000
 """Maximum number of points per figure over all ranks. More steps are binned, to limit the size of the page."""
 SHOWN_FIRST = 8
@@ -158,36 +152,6 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     ]
 
 
-@dataclass(frozen=True)
-class Outlier:
-    """A step that took much longer than usual, on its slowest rank."""
-
-    index: int
-    """Index of the step in the list of measured steps."""
-    rank: int
-    seconds: float
-    ratio: float
-    """Its length divided by the rank's median."""
-
-
-def find_outliers(step_seconds: Sequence[Sequence[float]]) -> list[Outlier]:
-    """Return the outliers in step order; `step_seconds` has shape (steps, ranks), with NaN for missing steps."""
-    worst: dict[int, Outlier] = {}
-    for rank, values in enumerate(zip(*step_seconds, strict=True)):
-        present = _present(values)
-        if not present:
-            continue
-        typical = median(present)
-        # An estimate of the standard deviation, if the noise is normal.
-        spread = 1.4826 * median(abs(value - typical) for value in present)
-        limit = min(max(typical + DEVIATIONS * spread, LEAST_RATIO * typical), ALWAYS * typical)
-        for index, value in enumerate(values):  # NaN is not larger than any number
-            if typical < value >= limit and (index not in worst or value > worst[index].seconds):
-                worst[index] = Outlier(index, rank, value, value / typical if typical else 1.0)
-    longest = sorted(worst.values(), key=lambda outlier: -outlier.seconds)[:MOST_OUTLIERS]
-    return sorted(longest, key=lambda outlier: outlier.index)
-
-
 def timeline_chart(facts: Facts) -> dict[str, Any] | None:
     """Return the detailed step of median length, rank by rank, in milliseconds; None without detailed steps."""
     if facts.typical is None:
@@ -235,9 +199,8 @@ def _own_code(step: Step) -> list[Span]:
 
 
 def step_chart(facts: Facts) -> dict[str, Any]:
-    """Return the times of every step, in milliseconds with four digits, and the longest outliers."""
+    """Return the times of every step, in milliseconds with four digits."""
     accounts, ranks = facts.accounts, [record.rank for record in facts.records]
-    outliers = find_outliers(accounts.lengths)
     # Steps per point, chosen to keep each figure within the limit.
     width = max(1, -(-len(accounts.steps) * len(ranks) // MOST_POINTS))
     metrics = {}
@@ -250,15 +213,7 @@ def step_chart(facts: Facts) -> dict[str, Any]:
         "most_drawn": MOST_DRAWN,
         "metrics": [(name, shown) for name, (shown, _) in METRICS.items()],
         "choices": [("-1", "none")] + [(str(rank), f"rank {rank}") for rank in ranks],
-        "slowest": sorted(outliers, key=lambda outlier: -outlier.seconds)[:10],
-        "data": {
-            "ranks": ranks,
-            "steps": accounts.steps[::width],
-            "metrics": metrics,
-            "outliers": [
-                [accounts.steps[outlier.index], outlier.rank, _short(outlier.seconds)] for outlier in outliers
-            ],
-        },
+        "data": {"ranks": ranks, "steps": accounts.steps[::width], "metrics": metrics},
     }
 
 

@@ -111,7 +111,6 @@ def compare(
     ] = "auto",
     steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after 3 warm-up steps.")] = 40,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the results (.svg, .png or .pdf).")] = None,
 ) -> None:
     """Train a program in several modes or with different numbers of ranks, and compare speed, memory and weights.
 
@@ -129,7 +128,7 @@ def compare(
     if target not in RECIPES:
         validate_script(target, RECIPES)
     config = parse_recipe(target, context.args, "compare") if target in RECIPES else None
-    comparison = Comparison(target, config, context.args, steps, json, plot)
+    comparison = Comparison(target, config, context.args, steps, json)
     raise typer.Exit(run_comparison(comparison, choose_ways(modes, [count for count, _ in resolved])))
 
 

@@ -3,7 +3,7 @@
 from paceline.train.callbacks import Callback, EarlyStopping, ExponentialMovingAverage
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate, predict
-from paceline.train.loggers import JsonLines, Logger, MLflow, TensorBoard, WeightsAndBiases
+from paceline.train.loggers import JsonLines, Logger, TensorBoard, WeightsAndBiases
 from paceline.train.run import Result, Run
 from paceline.train.schedule import lr_factor, scaled_lr
 from paceline.train.trainer import Trainer
@@ -15,7 +15,6 @@ __all__ = [
     "ExponentialMovingAverage",
     "JsonLines",
     "Logger",
-    "MLflow",
     "Result",
     "Run",
     "TensorBoard",

@@ -20,7 +20,7 @@ from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, gather_for_metrics
 from paceline.errors import UsageError
 from paceline.train.config import TrainConfig
-from paceline.train.metrics import all_sum, check_same_data
+from paceline.train.metrics import all_sum, check_same_data, ranks_of
 from paceline.train.validation import described, is_number, validate_loader, validate_wrapper
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
@@ -50,7 +50,8 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
 
     If ``evaluation.derive`` is set, its result for the means is returned instead. The module runs without its wrapper,
     in eval mode, with rank 0's buffers. Random generators are restored afterwards, so an evaluation does not change the
-    training. For a model with ``virtual_ranks``, the means are bit-identical on any number of ranks.
+    training. For a model with ``virtual_ranks``, the means are bit-identical on any number of ranks. Each island of a
+    :class:`~paceline.optim.LocalSGD` evaluates its part of the samples with its own weights.
 
     Args:
         model: the wrapped model.
@@ -76,7 +77,7 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
             totals[row] += torch.tensor(
                 [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64, device="cpu"
             )
-    totals = all_sum(totals, model).sum(0)
+    totals = all_sum(totals, model, ranks_of(loader, model)).sum(0)
     # strict=False, because the last total is the number of samples.
     means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
     return means if evaluation.derive is None else evaluation.derive(means)

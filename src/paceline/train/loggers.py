@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -95,43 +94,6 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the run, and mark it as failed if an exception is propagating."""
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
-
-
-class MLflow:
-    """Sends metrics to a new run of an MLflow `experiment`, which is created if necessary.
-
-    MLflow's environment variables (``MLFLOW_TRACKING_URI``, …) apply.
-    """
-
-    def __init__(self, experiment: str) -> None:
-        self._experiment = experiment
-
-    def open(self, run: Run) -> None:
-        """Start the run; see :meth:`Logger.open`."""
-        mlflow = _imported("mlflow", "mlflow", "logging to MLflow")
-        self._metric = mlflow.entities.Metric
-        try:
-            # A separate client, because MLflow's module-level functions would end or continue the script's own run.
-            self._client = mlflow.MlflowClient()
-            experiment = self._client.get_experiment_by_name(self._experiment)
-            number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-            self._run = self._client.create_run(number).info.run_id
-            params = [mlflow.entities.Param(name, str(value)) for name, value in run.settings.items()]
-            self._client.log_batch(self._run, params=params)
-        except (mlflow.MlflowException, OSError) as error:
-            raise UsageError(
-                f"MLflow cannot start a run in experiment {self._experiment!r}: {' '.join(str(error).split())[:400]}; "
-                "set MLFLOW_TRACKING_URI to a server or a database, such as sqlite:///mlflow.db"
-            ) from error
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` in one request."""
-        now = int(time.time() * 1000)
-        self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in values.items()])
-
-    def close(self) -> None:
-        """Finish the run, and mark it as failed if an exception is propagating."""
-        self._client.set_terminated(self._run, "FAILED" if sys.exc_info()[0] is not None else "FINISHED")
 
 
 class JsonLines:

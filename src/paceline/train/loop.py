@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,16 +13,20 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.signals import Interrupts
+from paceline.core import consensus
+from paceline.core.data_position import Origin, difference
 from paceline.core.stacks import warn
 from paceline.core.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.errors import DesyncError
+from paceline.optim.local_sgd import DiLoCo, IslandOptimizer
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpoints import Saves
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate, evaluated, validate_metrics
 from paceline.train.loggers import Logger, Loggers, ProgressDisplay
-from paceline.train.metrics import LossAverage
+from paceline.train.metrics import LossAverage, ranks_of
 from paceline.train.run import Run, RunState
 from paceline.train.training_step import Loss, TrainingStep
 
@@ -31,7 +35,8 @@ class Loop:
     """Runs the steps of a training run. Every rank makes the same decisions.
 
     Decisions depend only on the configuration, on the position in the data (compared between ranks in every step), and
-    on metrics that are reduced over the ranks. Ranks agree on stop requests; see ``train/run.py``.
+    on metrics that are reduced over the ranks. Ranks agree on stop requests; see ``train/run.py``. Islands compare
+    positions and agree only when they exchange.
     """
 
     def __init__(
@@ -47,7 +52,9 @@ class Loop:
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.loader = model, optimizer, scheduler, loader
         self.config, self.evaluation, self.position = config, evaluation, loader.progress
-        self.average = LossAverage(model)
+        self.outer = optimizer if isinstance(optimizer, IslandOptimizer) else None
+        """The optimizer, if islands train apart between its exchanges."""
+        self.average = LossAverage(model, ranks_of(loader, model))
         self.step = TrainingStep(model, optimizer, loss, config, self.average, loader.progress.batch_size)
         self.state = RunState(may_continue=config.allow_changed_settings)
         self.result = self.state.result
@@ -119,6 +126,7 @@ class Loop:
             self._train_epoch(log, display)
         # A loss or a callback may have changed buffers since the last backward pass.
         self.model.sync_buffers()
+        self._unite_islands()
 
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
         """Train on the rest of the epoch, or up to the last step."""
@@ -165,13 +173,32 @@ class Loop:
         self.result.learning_rates = rates
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
-        self.state.is_stopped |= self.model.stop_agreed
+        self.state.is_stopped |= self.model.stop_agreed if self.outer is None else self._stops_at_exchange(self.outer)
+        self._unite_islands()
         # Call these before marking the end of the step, so that a rescued step includes their state; see decision 0053.
         self.run.is_evaluation_due = self._is_evaluation_due
         self.callbacks.on_step()
         if self.checkpointer is not None:
             self._is_save_due = self.checkpointer.mark_step()
         return True
+
+    def _stops_at_exchange(self, outer: IslandOptimizer) -> bool:
+        """Return whether any rank has asked to stop, and compare data, but only after islands have exchanged."""
+        if outer.is_apart:
+            return False
+        reports = consensus.gather(consensus.here(), [self.run.stops.is_asked, *self.position.origin()])
+        if message := difference({rank: Origin(*report[1:]) for rank, report in enumerate(reports)}):
+            raise DesyncError(message)
+        return any(report[0] for report in reports)
+
+    def _unite_islands(self) -> None:
+        """At the end of the training, average the islands, so that all ranks evaluate and save the same weights."""
+        if self.outer is not None and (self._is_last_step or self._is_over):
+            self.outer.sync()
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Use the weights that all islands share inside the block, if the optimizer keeps any."""
+        return self.outer.outer_weights() if isinstance(self.outer, DiLoCo) else nullcontext()
 
     def _after_step(self, log: Loggers, display: ProgressDisplay) -> None:
         """Write a line of metrics, save a checkpoint and evaluate, whichever is due."""
@@ -266,7 +293,8 @@ class Loop:
             return sums
 
         self._count_time()
-        with self.step.autocast(), self.callbacks.evaluating():
+        self._unite_islands()
+        with self.step.autocast(), self.callbacks.evaluating(), self.shared_weights():
             metrics = evaluate(self.model, replace(evaluation, sums=interruptible_sums))
         self._clock = time.perf_counter()
         # Checked here because the names that derive() returns are unknown before the first evaluation.
@@ -288,7 +316,9 @@ class Loop:
 
     def _save(self, saves: Saves) -> None:
         """Save the current step, and call the callbacks."""
+        self._unite_islands()
         saves.save(is_last=self._is_last_step)
         if self.callbacks.meet("on_save") and not self.state.is_stopped:
             self.state.is_stopped = True
+            self._unite_islands()
             saves.save(is_last=True)  # again, because the run now ends at this step

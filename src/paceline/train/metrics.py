@@ -24,8 +24,8 @@ class LossAverage:
     With virtual ranks, sums are kept per slice, so that their total is bit-identical on any number of ranks.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
+    def __init__(self, model: DistributedDataParallel, ranks: dist.ProcessGroup | None = None) -> None:
+        self._model, self._ranks = model, ranks or model.process_group
         slices, group = model.virtual_ranks, model.process_group
         self._rows = range(1)
         """The rows of this rank's slices; one row without virtual ranks."""
@@ -52,7 +52,7 @@ class LossAverage:
     def line(self, step: int) -> float:
         """Return the mean loss over all ranks since the last call, for the line of `step`. Collective."""
         self.line_at = step
-        sums = all_sum(self._own, self._model).sum(0)
+        sums = all_sum(self._own, self._model, self._ranks).sum(0)
         self._epoch += sums
         self._own.zero_()
         return float(sums[0] / sums[1])
@@ -99,24 +99,34 @@ def _rows_in(saved: dict[str, Any]) -> Tensor:
     return torch.tensor(saved["own"], dtype=torch.float64, device="cpu").view(-1, 2)
 
 
-def all_sum(values: Tensor, model: DistributedDataParallel, call: str = "the evaluation") -> Tensor:
-    """Return the sum of the float64 `values` over the model's ranks, on the CPU."""
+def ranks_of(loader: DataLoader, model: DistributedDataParallel) -> dist.ProcessGroup:
+    """Return the ranks that `loader` splits its samples among: the model's, or all if the model is one of islands."""
+    size, world = loader.progress.world_size, dist.group.WORLD
+    is_island = dist.get_world_size(model.process_group) != size == dist.get_world_size()
+    return world if is_island and world is not None else model.process_group
+
+
+def all_sum(
+    values: Tensor, model: DistributedDataParallel, ranks: dist.ProcessGroup, call: str = "the evaluation"
+) -> Tensor:
+    """Return the sum of the float64 `values` over `ranks`, on the CPU."""
     # On the CPU if the group has a CPU backend; a group with only NCCL needs device tensors.
-    on_cpu = "cpu:" in str(dist.get_backend_config(model.process_group))
+    on_cpu = "cpu:" in str(dist.get_backend_config(ranks))
     total = values.to("cpu" if on_cpu else model.device, copy=True)
-    if dist.get_world_size(model.process_group) > 1:
-        with called_by_all(call), collective("sum over ranks", model.process_group):
-            dist.all_reduce(total, group=model.process_group)
+    if dist.get_world_size(ranks) > 1:
+        with called_by_all(call), collective("sum over ranks", ranks):
+            dist.all_reduce(total, group=ranks)
     return total.cpu()
 
 
 def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: int | None = None) -> None:
-    """Check that the model's ranks have the same data, in the same order in `epoch` if one is given. Collective.
+    """Check that :func:`ranks_of` have the same data, in the same order in `epoch` if one is given. Collective.
 
     Synchronized backward passes make the same check, but an evaluation has no backward pass, and a checkpoint may be
     loaded before the first backward pass.
     """
-    size, rank = dist.get_world_size(model.process_group), dist.get_rank(model.process_group)
+    ranks = ranks_of(loader, model)
+    size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
     if size == 1:
         return
     rows = torch.zeros(size, len(Origin._fields), dtype=torch.float64, device="cpu")
@@ -126,6 +136,6 @@ def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: i
         rows[rank] = torch.tensor(origin, dtype=torch.float64, device="cpu")
     else:  # the loader belongs to a different set of ranks; this rank only takes part in the collective
         rows[rank] = -1
-    origins = all_sum(rows, model, "the comparison of data").tolist()
+    origins = all_sum(rows, model, ranks, "the comparison of data").tolist()
     if message := difference({rank: Origin(*map(int, row)) for rank, row in enumerate(origins)}):
         raise DesyncError(message)

@@ -69,6 +69,9 @@ class Run:
         Called from ``on_start``, ``on_evaluation`` or ``on_save``, this method ends the training after the current
         step. Called from ``on_step``, it ends the training after the next step, which sends the request to the other
         ranks, or after the current step if an evaluation or a save follows. The number of ranks makes no difference.
+
+        With :class:`~paceline.optim.LocalSGD` or :class:`~paceline.optim.DiLoCo`, requests are sent only in steps that
+        exchange with other islands.
         """
         self.stops.ask()
 
@@ -85,7 +88,7 @@ class Result:
     samples: int = 0
     """Samples that all ranks together have trained on since this process started."""
     weight: float = 0.0
-    """Sum of the weights that the loss function has returned on all ranks since this process started."""
+    """Sum of the weights that the loss function has returned on the model's ranks since this process started."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates of the latest step, one per parameter group."""
     exposed_seconds: float = 0.0
@@ -155,7 +158,7 @@ class StopRequest:
 
     During a step, the request is sent with the control block of the next synchronized backward pass
     (:meth:`paceline.DistributedDataParallel.ask_to_stop`), without an additional collective. After an evaluation or a
-    save, ranks gather all requests. See decision 0053.
+    save, ranks gather all requests; islands also do so when they exchange. See decision 0053.
     """
 
     def __init__(self, model: DistributedDataParallel, state: RunState) -> None:

@@ -15,7 +15,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import validation
-from paceline.train.callbacks import Callback, validate_callbacks
+from paceline.train.callbacks import Callback, ExponentialMovingAverage, validate_callbacks
 from paceline.train.checkpoints import DataIdentity, Saves, Settings, in_memory, is_restart
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import (
@@ -48,6 +48,11 @@ class Trainer:
 
     The gradient of a step is the gradient of the mean loss over the whole global batch, even for a short last batch or
     a rank without samples.
+
+    With :class:`~paceline.optim.LocalSGD` or :class:`~paceline.optim.DiLoCo`, wrap the model over an island; a batch is
+    still split over all ranks. Lines of metrics have means over all ranks. Evaluations use the outer weights of DiLoCo,
+    or each island's own weights with LocalSGD. The training ends with ``optimizer.sync()``, before the last save and
+    evaluation, so a longer run that resumes from it differs from a run without that end.
 
     Args:
         model: the wrapped model.
@@ -88,7 +93,7 @@ class Trainer:
         validation.validate_wrapper(model, "the Trainer")
         validation.validate_training_loader(loader, config)
         validation.validate_optimizer(optimizer, model)
-        validation.validate_same_world(model)
+        validation.validate_same_world(model, optimizer, config)
         validate_loggers(loggers)
         validate_callbacks(callbacks)
         validate_schedule(scheduler, optimizer)
@@ -105,6 +110,11 @@ class Trainer:
         loop = self._loop = Loop(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks)
         loop.wanted = wanted
         loop.callbacks.check_same_on_all_ranks()
+        if loop.outer is not None and any(isinstance(callback, ExponentialMovingAverage) for callback in callbacks):
+            raise UsageError(
+                f"ExponentialMovingAverage has weights of its own, which would differ between islands of "
+                f"{type(optimizer).__name__}; leave it out"
+            )
         # A GradScaler checks for NaN and Inf itself.
         model.check_finite = config.precision != "fp16" and (model.check_finite or config.check_finite)
         self.model, self.optimizer, self.loader, self.scheduler = model, optimizer, loader, scheduler
@@ -149,7 +159,7 @@ class Trainer:
         checkpointer.register("loader", loop.loader)
         checkpointer.register("run", loop.state)
         if loop.step.scaler is not None:
-            checkpointer.register("scaler", loop.step.scaler)
+            checkpointer.register("scaler", loop.step.scaler, per_rank=loop.outer is not None)
         for name, callback in loop.callbacks.stateful().items():
             checkpointer.register(name, callback)
         checkpointer.register("loss_average", loop.average, per_rank=True)
@@ -214,5 +224,5 @@ class Trainer:
         if loader.progress is self._loop.position:
             raise UsageError("predict() would change the training's position in its data; give it another DataLoader")
         loop = self._loop
-        with loop.step.autocast(), loop.callbacks.evaluating():
+        with loop.step.autocast(), loop.callbacks.evaluating(), loop.shared_weights():
             return predict(loop.model, loader, predict_step)

@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
+from paceline.optim.local_sgd import IslandOptimizer
 from paceline.train.config import TrainConfig
 from paceline.train.metrics import LossAverage
 from paceline.train.validation import summed_loss
@@ -32,7 +33,10 @@ class TrainingStep:
     """
 
     scaler: GradScaler | None = None
-    """Scales losses for ``precision="fp16"``. All ranks skip the same steps, because their gradients are equal."""
+    """Scales losses for ``precision="fp16"``. All ranks skip the same steps, because their gradients are equal.
+
+    Islands have different gradients, so a step that only some of them skip counts on all (``IslandOptimizer``).
+    """
 
     def __init__(
         self,
@@ -73,8 +77,7 @@ class TrainingStep:
         with self._model.weight(weight):
             # The scale is the gradient of the loss, not a factor, so that a mean is recognized in every precision.
             loss.backward(None if self.scaler is None else self.scaler.scale(torch.ones_like(loss)))
-        # A slice that is computed again to compare its bits counts only once.
-        if not (is_empty or self._model.is_repeat):
+        if not is_empty:
             self._window.append((loss.detach(), weight, self._model.slice_number))
 
     def finish(self) -> bool:
@@ -95,14 +98,14 @@ class TrainingStep:
         self._optimizer.zero_grad()
         # Also clear gradients outside the optimizer, which would accumulate over the whole run.
         self._model.zero_grad()
-        if self.scaler is None or self._has_stepped:
+        if self.scaler is None or (self._has_stepped and not isinstance(self._optimizer, IslandOptimizer)):
             return True
         if self.scaler.get_scale() < _LEAST_SCALE:
             raise NonFiniteGradient(
                 "every step is skipped, because the gradient has NaN or Inf even with the smallest scale of the loss; "
                 'check the loss of the latest batches, or train with precision="bf16"'
             )
-        return False
+        return self._has_stepped
 
     def drop(self) -> None:
         """Forget the losses since the last step."""

@@ -14,6 +14,7 @@ from paceline.core.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
+from paceline.optim.local_sgd import IslandOptimizer
 from paceline.train.config import TrainConfig
 
 
@@ -87,14 +88,39 @@ def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def validate_same_world(model: DistributedDataParallel) -> None:
-    """Check that the model averages over all ranks, because data and checkpoints are split over all ranks."""
+def validate_same_world(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+    """Check that the model averages over all ranks, or over an island of the optimizer.
+
+    Data and checkpoints are split over all ranks.
+    """
+    if isinstance(optimizer, IslandOptimizer):
+        _validate_island(model, optimizer, config)
+        return
     size = torch.distributed.get_world_size(model.process_group)
     if size != (world_size := torch.distributed.get_world_size()):
         raise UsageError(
             f"the model averages over {size} ranks, but the Trainer splits data and checkpoints over all {world_size}; "
             "wrap the model without process_group, or write a plain loop"
         )
+
+
+def _validate_island(model: DistributedDataParallel, optimizer: IslandOptimizer, config: TrainConfig) -> None:
+    kind, islands = type(optimizer).__name__, optimizer.islands
+    ranks, island = torch.distributed.get_process_group_ranks(model.process_group), islands.members[islands.number]
+    if ranks != island:
+        raise UsageError(
+            f"the model averages over the ranks {ranks}, but its island in {kind} has the ranks {island}; wrap the "
+            f"model over an island, DistributedDataParallel(net, device_mesh=mesh['inside']), and give {kind} the same "
+            "wrapper"
+        )
+    refused = {
+        "on_lost_island='continue', because all ranks save and evaluate together": islands.goes_on,
+        "virtual_ranks, because islands have different weights": model.virtual_ranks is not None,
+        "load_best_at_end, because a checkpoint holds the weights of each island": config.load_best_at_end,
+    }
+    for what, is_set in refused.items():
+        if is_set:
+            raise UsageError(f"the Trainer cannot train with {kind} and {what}; leave it out, or write a plain loop")
 
 
 def validate_checkpointer(checkpointer: Any, config: TrainConfig, model: DistributedDataParallel) -> None:

@@ -235,15 +235,13 @@ AMPLIFIED = {
     "lists": b"[" + b"[]," * 2_700_000 + b"0]",
     "dicts": b"[" + b'{"":0},' * 1_100_000 + b"0]",
     "entries": b"{" + b'"":0,' * 1_600_000 + b'"":0}',
-    "a number": b"1" * 2**23,
-    "a fraction": b"0." + b"1" * (2**23 - 2),
 }
 
 
 @pytest.mark.parametrize("raw", AMPLIFIED.values(), ids=AMPLIFIED)
 def test_json_that_would_expand_in_memory_is_refused_before_parsing(raw: bytes) -> None:
     tracemalloc.start()
-    with pytest.raises(ValueError, match=r"up to \d+ values|number of \d+ digits"):
+    with pytest.raises(ValueError, match=r"up to \d+ values"):
         strict_json.parse(raw, limit=2**23)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

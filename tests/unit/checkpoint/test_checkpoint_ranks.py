@@ -15,6 +15,8 @@ from test_checkpoint_damage import forge_state
 from test_checkpoint_roundtrip import Holder as AnyHolder
 from test_checkpoint_roundtrip import opened
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from insides import rng_state
@@ -355,3 +357,60 @@ def test_another_default_device_changes_nothing(pools: Pools, tmp_path: Path) ->
     # torch.set_default_device("cuda") is common; "meta" stands in for a GPU.
     runs = [pools.run(2, trained, str(tmp_path / default), default) for default in ("cpu", "meta")]
     assert runs[0] == runs[1]
+
+
+# -- local SGD ---------------------------------------------------------------------------------------------------------
+
+
+def make_local(folder: str, seed: int) -> tuple[Checkpointer, DistributedDataParallel, Any, StepLR]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import loads TorchScript
+        from torch.distributed.optim import PostLocalSGDOptimizer
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=3, warmup_steps=2))
+    checkpointer, schedule = Checkpointer(folder), StepLR(optimizer, 2, 0.5)
+    with pytest.raises(UsageError, match=r"PostLocalSGDOptimizer .*; register it and the model with per_rank=True"):
+        checkpointer.register("optimizer", optimizer)
+    for name, entry in {"model": model, "optimizer": optimizer, "schedule": schedule}.items():
+        checkpointer.register(name, entry, per_rank=name != "schedule")
+    return checkpointer, model, optimizer, schedule
+
+
+def train_local(world: World, folder: str, first: int, last: int) -> torch.Tensor:
+    """Restore step `first` unless it is 0, take local steps up to `last`, save it, and return this rank's weights."""
+    checkpointer, model, optimizer, schedule = make_local(folder, seed=first)
+    assert not first or checkpointer.restore() == first
+    with checkpointer, model.local_steps():
+        for number in range(first, last):
+            optimizer.zero_grad()
+            inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * number + world.rank))
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            assert checkpointer.step() == number + 1, "a local step counts"
+        checkpointer.save(last)
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def save_as_shared(_: World, folder: str) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    with Checkpointer(folder) as checkpointer, model.local_steps():
+        checkpointer.register("model", model)
+        with pytest.raises(UsageError, match=r"each rank has its own parameters.* register the model .* per_rank=True"):
+            checkpointer.save(1)
+
+
+def test_save_in_local_steps_needs_a_model_per_rank(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, save_as_shared, str(tmp_path))
+
+
+def test_post_local_sgd_resumes_exactly_at_any_step(pools: Pools, tmp_path: Path) -> None:
+    """Registering the optimizer inside it lost the averager's step (pytorch/pytorch#74556)."""
+    expected = pools.run(2, train_local, str(tmp_path / "whole"), 0, 8)
+    assert not torch.equal(*expected)
+    for stop in range(1, 8):
+        folder = str(tmp_path / str(stop))
+        pools.run(2, train_local, folder, 0, stop)
+        assert all(map(torch.equal, pools.run(2, train_local, folder, stop, 8), expected))

@@ -357,22 +357,6 @@ def test_a_hook_that_fails_is_named_with_rank_and_bucket(pools: Pools) -> None:
     pools.run(2, fail)
 
 
-def never(world: World) -> None:
-    def hook(state: object, bucket: Any) -> Any:
-        return Future()
-
-    group: Any = dist.new_group()
-    model = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
-    group.timeout = timedelta(seconds=0.5)
-    model.register_comm_hook(None, hook)
-    with pytest.raises(HookError, match=r"not completed within 0\.5 s.*see the errors of the other ranks"):
-        model(torch.ones(1, 3)).sum().backward()
-
-
-def test_a_future_that_never_completes_times_out(pools: Pools) -> None:
-    pools.run(2, never)
-
-
 def zero_step(world: World) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing it loads TorchScript

@@ -5,7 +5,6 @@ Equal changes are allowed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from models import chain
 from paceline import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.errors import ReplicaMismatch, UsageError, WrongComputation
+from paceline.errors import ReplicaMismatch, UsageError
 from paceline.optim import ShardedOptimizer
 from paceline.testing import assert_replicas_equal
 from ranks import RankFailed
@@ -269,55 +267,6 @@ def test_embedding_with_max_norm_is_refused_unless_ignored(pools: Pools, kind: A
     pools.run(2, wrap_lookup, kind, {})
     pools.run(1, wrap_lookup, kind, {})
     pools.run(1, wrap_lookup, kind, {"virtual_ranks": 2})
-
-
-def warnings_of(world: World, kind: Any) -> list[tuple[str, str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        DistributedDataParallel(kind(30, 4, scale_grad_by_freq=True))
-    return [(str(warning.message), warning.filename) for warning in caught]
-
-
-@pytest.mark.parametrize("kind", LOOKUPS)
-def test_scale_grad_by_freq_warns_on_several_ranks(pools: Pools, kind: Any) -> None:
-    assert pools.run(1, warnings_of, kind) == [[]]
-    [[(message, place)], nothing] = pools.run(2, warnings_of, kind)
-    assert "scale_grad_by_freq=True" in message
-    assert place == __file__
-    assert nothing == []
-
-
-class FunctionalNorm(nn.Module):
-    """Rescales the rows it reads, without using a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.rows = nn.Parameter(torch.randn(32, 3))
-
-    def forward(self, index: Tensor) -> Tensor:
-        return F.embedding(index, self.rows, max_norm=0.5).square().sum(-1) @ torch.arange(1.0, 3.0)
-
-
-def train_functional(world: World) -> str:
-    model = DistributedDataParallel(FunctionalNorm(), virtual_ranks=4, check_compute_every=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    index = torch.randint(0, 32, (64, 2), generator=torch.Generator().manual_seed(1))
-    try:
-        for x in accumulate(model, DataLoader(index, 16)):
-            model(x).mean().backward()
-            if model.do_sync:
-                optimizer.step()
-                optimizer.zero_grad()
-    except (WrongComputation, ReplicaMismatch) as error:
-        return str(error)
-    return ""
-
-
-def test_compute_check_suspects_the_forward_before_faulty_memory(pools: Pools) -> None:
-    for message in pools.run(2, train_functional):
-        assert "'rows'" in message
-        assert message.index("forward") < message.index("faulty memory")
 
 
 # -- parameters averaged by no wrapper ---------------------------------------------------------------------------------

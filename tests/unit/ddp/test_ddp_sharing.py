@@ -171,7 +171,7 @@ def wrapped_again(side: Side) -> Iterator[nn.Module]:
         optimizer.step()
 
 
-class Outer(nn.Module):
+class IslandOptimizer(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner, self.head = inner, nn.Linear(2, 2).double()
@@ -183,7 +183,7 @@ class Outer(nn.Module):
 def a_wrapper_inside_a_wrapped_module(side: Side) -> Iterator[nn.Module]:
     torch.manual_seed(1)
     inner = side.wrap(side.actor)
-    outer = side.wrap(Outer(inner))
+    outer = side.wrap(IslandOptimizer(inner))
     head = outer.module.head if side.wrapped else outer.head
     for step in range(4):
         outer.zero_grad()
@@ -338,7 +338,7 @@ def adds_to_an_average_on_one_rank(world: World) -> None:
     side, ours, twin = Side(world, wrapped=True), Optional(), Optional()
     twin.load_state_dict(ours.state_dict())
     model = side.wrap(ours)
-    side.wrap(Outer(ours))  # shares the parameters
+    side.wrap(IslandOptimizer(ours))  # shares the parameters
     for step in range(4):
         for module in (ours, twin):
             module.zero_grad()

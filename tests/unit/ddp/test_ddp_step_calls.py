@@ -40,8 +40,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import paceline
 from insides import TEST_FROZEN, TEST_HOST_CHANNEL, stand_in_gpu
 from paceline import World
-from paceline.data import DataLoader
-from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.ddp import DistributedDataParallel
 from twins import Pools
 
 RECORDED = Path(__file__).with_name("step_calls.json")
@@ -147,28 +146,3 @@ def test_an_ordinary_step_costs_no_more_than_recorded(
     for counted in gloo.run(2, count_step, parameters, buckets, beside_gpu):
         more = {part: count for part, count in counted.items() if count > recorded[part]}
         assert not more, f"more than {recorded} in {RECORDED.name}; counted: {counted}"
-
-
-def count_calls_of_a_slice(world: World, every: int | None) -> tuple[list[int], int]:
-    """Return the calls in each part of the last step, and the number of repeats before it."""
-    model = DistributedDataParallel(Chain(16), virtual_ranks=2, check_compute_every=every)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.ones(32, 64)
-    calls, repeats, step = [0, 0, 0], 0, 0
-    for x in accumulate(model, DataLoader(data, 4)):
-        loss, forward = calls_of(lambda x=x: model(x))
-        _, backward = calls_of(loss.backward)
-        repeats += model.is_repeat
-        if model.do_sync:
-            _, stepping = calls_of(optimizer.step)
-            optimizer.zero_grad()
-            step += 1
-            calls = [forward.total(), backward.total(), stepping.total()]
-    assert step == 8
-    return calls, repeats
-
-
-def test_a_step_between_two_compute_checks_makes_no_more_calls(gloo: Pools) -> None:
-    plain, checked = (gloo.run(2, count_calls_of_a_slice, every) for every in (None, 6))
-    assert [calls for calls, _ in checked] == [calls for calls, _ in plain]
-    assert all(repeats for _, repeats in checked)

@@ -115,7 +115,7 @@ def shallow(world: World) -> bool:
     model = DistributedDataParallel(net())
     copied = copy.copy(model)
     train(model, world)
-    return copied.module is model.module and not engine_of(model).extensions.common()
+    return copied.module is model.module and not engine_of(model).shared.common()
 
 
 def test_a_shallow_copy_does_not_count_as_a_second_wrapper_until_it_is_trained(pools: Pools) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import paceline
 from insides import seed_all, seed_of_slice
@@ -49,7 +48,7 @@ def test_weights_have_the_same_bits_over_gloo_and_on_8_ranks() -> None:
 
 
 def compare_with_plain_loop(world: World, kind: str) -> float:
-    """Train one epoch; return the largest difference of weights and buffers from a plain loop over all slices."""
+    """Train one epoch; return the largest difference of weights from a plain loop over all slices."""
     module, data = model_and_data(kind)
     model = DistributedDataParallel(module, virtual_ranks=COUNT)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -69,8 +68,8 @@ def compare_with_plain_loop(world: World, kind: str) -> float:
             (plain(x).pow(2).flatten(1).mean(1).sum() / total).backward()
         optimizer.step()
         optimizer.zero_grad()
-    pairs = zip(module.state_dict().values(), plain.state_dict().values(), strict=True)
-    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    return max(float((ours.detach() - theirs.detach()).abs().max()) for ours, theirs in pairs)
 
 
 def sampler(rank: int) -> Any:
@@ -115,21 +114,7 @@ def step_in_a_hook(count: int) -> None:
         model(batch).sum().backward()
 
 
-class Unpicklable(Dataset[Any]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return lambda: index
-
-
-def unpicklable() -> None:
-    next(accumulate(wrap(check_compute_every=10), DataLoader(Unpicklable(), 8, collate_fn=list)))
-
-
 IN_A_HOOK = "the call runs in a hook, before this backward has averaged its gradients"
-SAME_BITS = "check_compute_every=10 compares slices and needs virtual_ranks; also give virtual"
-EVERY = "check_compute_every must be a number of optimizer steps >= 1, or None, not"
 LOOP = "loop over paceline.accumulate(model, loader)"
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "not divided": (lambda: wrap(count=1), "2 ranks do not divide virtual_ranks=1; start 1"),
@@ -137,7 +122,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "no number": (lambda: wrap(count=True), "virtual_ranks must be a whole number, not True"),
     "fp16": (lambda: wrap(nn.Linear(4, 4).half()), "'weight' is float16"),
     "sync batch norm": (lambda: wrap(nn.SyncBatchNorm(4)), "normalizes over all ranks at once"),
-    "cumulative": (lambda: wrap(nn.BatchNorm1d(4, momentum=None)), "momentum=None"),
     "hook": (hook, "adds up gradients in another order"),
     "join": (lambda: wrap().join(), "join cannot be combined with virtual_ranks=4"),
     "plain loop": (plain_loop, LOOP),
@@ -153,10 +137,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 2))),
         "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices",
     ),
-    "check without": (lambda: DistributedDataParallel(nn.Linear(4, 4), check_compute_every=10), SAME_BITS),
-    "check every 0": (lambda: wrap(check_compute_every=0), f"{EVERY} 0"),
-    "check every -3": (lambda: wrap(check_compute_every=-3), f"{EVERY} -3"),
-    "check of lambdas": (unpicklable, "a batch of rank 0 cannot be pickled"),
 }
 
 
@@ -264,10 +244,10 @@ def change(kind: str, module: Any, optimizer: torch.optim.Optimizer) -> None:
             optimizer.add_param_group({"params": [*module[-3].parameters(), *module[-2].parameters()]})
 
 
-def train_module(world: World, kind: str, forwards: int = 1, check: int | None = None) -> bytes:
+def train_module(world: World, kind: str, forwards: int = 1) -> bytes:
     """Train and return weights and buffers."""
     module = network(kind)
-    model = DistributedDataParallel(module, virtual_ranks=COUNT, check_compute_every=check)
+    model = DistributedDataParallel(module, virtual_ranks=COUNT)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     steps, loader = 0, DataLoader(rows(), ROWS_OF_A_BATCH, shuffle=True)
     for _ in range(2):
@@ -301,27 +281,23 @@ def test_weights_have_the_same_bits_on_1_2_and_4_ranks(pools: Pools, run: Any, k
     assert len({weights for of_world in results for weights in of_world}) == 1
 
 
-@pytest.mark.parametrize("kind", ["buffers", "thawed"])
-def test_repeated_slices_do_not_change_the_result(pools: Pools, kind: str) -> None:
-    assert pools.run(4, train_module, kind, 1, 1) == pools.run(1, train_module, kind) * 4
-
-
-def buffers_after_a_step(world: World) -> tuple[int, Tensor, Tensor]:
-    module = network("buffers")
+def buffers_after_a_step(world: World, kind: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the buffers after a step, and those of a plain module after a forward pass of the first slice."""
+    module, plain = network(kind), network(kind)
     model = DistributedDataParallel(module, virtual_ranks=COUNT)
     for x, y in accumulate(model, DataLoader(rows(), ROWS_OF_A_BATCH)):
         F.cross_entropy(model(x), y).backward()
         if model.do_sync:
             break
-    average: Any = module[0]
-    return int(average.calls), average.mean, 0.1 * rows().tensors[0][: ROWS_OF_A_BATCH // COUNT].mean(0)
+    plain(rows().tensors[0][: ROWS_OF_A_BATCH // COUNT])
+    return list(module.buffers()), list(plain.buffers())
 
 
-def test_buffers_are_those_of_the_first_slice(pools: Pools) -> None:
+@pytest.mark.parametrize("kind", ["buffers", "thawed"])
+def test_buffers_are_those_of_the_first_slice(pools: Pools, kind: str) -> None:
     for size in (1, 4):
-        for calls, mean, expected in pools.run(size, buffers_after_a_step):
-            assert calls == 1
-            torch.testing.assert_close(mean, expected)
+        for actual, expected in pools.run(size, buffers_after_a_step, kind):
+            torch.testing.assert_close(actual, expected)
 
 
 def compare_with_whole_batch(world: World) -> float:
@@ -385,49 +361,6 @@ def test_compiled_model_with_batch_norm_is_not_recompiled_for_each_slice(pools: 
 # -- wrappers and copies --------------------------------------------------------------------------------------------
 
 
-def updates(module: Any) -> bool:
-    """Return whether a plain forward in training mode updates the running statistics."""
-    before = module[1].running_mean.clone()
-    module.train()(torch.randn(4, 8))
-    return not torch.equal(before, module[1].running_mean)
-
-
-def copies(world: World) -> list[bool]:
-    module = network("thawed")
-    model = DistributedDataParallel(module, virtual_ranks=COUNT)
-    slices = accumulate(model, DataLoader(rows(), ROWS_OF_A_BATCH))
-    x, y = next(slices)
-    F.cross_entropy(model(x), y).backward()
-    copied, saved = copy.deepcopy(module), io.BytesIO()  # in the middle of a step
-    torch.save(module, saved)
-    saved.seek(0)
-    return [updates(copied), updates(torch.load(saved, weights_only=False)), updates(copy.deepcopy(model).module)]
-
-
-def test_copies_of_the_module_update_their_own_statistics(pools: Pools) -> None:
-    assert pools.run(1, copies) == [[True] * 3]
-
-
-def wrapped_again(world: World) -> tuple[bool, float]:
-    """Wrap a module twice; return whether it is plain afterwards and how its statistics differ from wrapping once."""
-    statistics = []
-    for times in (1, 2):
-        module: Any = network("thawed")
-        for _ in range(times):
-            model = DistributedDataParallel(module, virtual_ranks=COUNT)
-        for x, y in accumulate(model, DataLoader(rows(), ROWS_OF_A_BATCH, drop_last=True)):
-            F.cross_entropy(model(x), y).backward()
-            if model.do_sync:
-                model.zero_grad()
-        statistics.append(module[1].running_mean.clone())
-        del model
-    return updates(module), float((statistics[0] - statistics[1]).abs().max())
-
-
-def test_deleted_wrapper_leaves_the_statistics_alone(pools: Pools) -> None:
-    assert pools.run(1, wrapped_again) == [(True, 0.0)]
-
-
 def weighted_in_part(world: World) -> None:
     model = DistributedDataParallel(network("twice"), virtual_ranks=2)
     for number, (x, y) in enumerate(accumulate(model, DataLoader(rows(), ROWS_OF_A_BATCH))):
@@ -464,22 +397,16 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
         kind: Any = paceline.SyncBatchNorm if "ours" in mistake else nn.SyncBatchNorm
         DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), kind(4, track_running_stats=False)), virtual_ranks=4)
     module: Any = Rows(announces="layer" in mistake) if "sparse" in mistake else network("twice")
-    if "momentum" in mistake or mistake == "no backward":
+    if mistake == "no backward":
         module = network("thawed")
     count = 4 if mistake == "no backward" else virtual_ranks
     if mistake == "ignored parameter":
         module._ddp_params_and_buffers_to_ignore = ["head.bias"]
-    if "buffer" in mistake:
+    if mistake == "buffers":
         module = network("buffers")
-        if "data" in mistake:
-            module[0].calls, module[3].calls = None, None  # leaves only the writes through .data
-        if "ignored" in mistake:
-            module._ddp_params_and_buffers_to_ignore = ["3.mean"]
-    broadcast = {"broadcast_buffers": False} if mistake.startswith("buffers") else {}
+    broadcast = {"broadcast_buffers": False} if mistake == "buffers" else {}
     model = DistributedDataParallel(module, virtual_ranks=count, bucket_cap_mb=1e-5, **broadcast)
     other = DistributedDataParallel(nn.Sequential(module)) if mistake == "shared" else None
-    if "momentum" in mistake:
-        module[1].momentum = None
     for x, y in accumulate(model, DataLoader(rows(), ROWS_OF_A_BATCH)):
         if mistake != "no backward" or not model.do_sync:
             loss = F.cross_entropy(model(x), y)
@@ -495,14 +422,8 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
         ("sparse", "'table.weight' has a torch.sparse_coo gradient"),
         ("gradient in parts", "got its gradient in several parts in one backward"),
         ("shared", "which another wrapper also has"),
-        ("buffers", "a forward has changed buffer '0.mean', which would differ between ranks"),
-        (
-            "buffers through .data",
-            "buffer '0.mean', which would differ between ranks without a broadcast; leave",
-        ),
-        ("ignored buffer", "leave its name in _ddp_params_and_buffers_to_ignore out with virtual_ranks"),
+        ("buffers", "leave out broadcast_buffers=False"),
         ("ignored parameter", "parameter 'head.bias' is trained but not averaged"),
-        ("momentum taken away", "'1' has momentum=None"),
         ("no backward", "the last slice of a step did not run backward"),
     ],
 )

@@ -28,7 +28,6 @@ from insides import (
     StepRecord,
     Verdict,
     cause,
-    failure_record,
     identity,
     job_folder,
     may_pass,
@@ -36,7 +35,6 @@ from insides import (
     records_in,
     verdict,
 )
-from paceline.errors import WrongComputation
 
 KEY = "0123456789abcdef"
 
@@ -211,7 +209,6 @@ def raised_from(error: Exception, origin: BaseException) -> Exception:
         (TimeoutError(), True),
         (MemoryError(), True),
         (OutOfMemoryError("tried to allocate"), True),
-        (WrongComputation("rank 1 (cpu of host a) computed other gradients", (1,)), True),
         (RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"), True),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), True),
         (raised_from(RuntimeError("no data"), ConnectionRefusedError()), True),
@@ -220,15 +217,6 @@ def raised_from(error: Exception, origin: BaseException) -> Exception:
 )
 def test_errors_of_host_device_or_network_may_be_temporary(error: Exception, expected: bool) -> None:
     assert may_pass(error) is expected
-
-
-def test_neither_of_two_suspect_ranks_is_blamed(tmp_path: Path) -> None:
-    """The rank that raised first was excluded, and the job continued on the other, possibly faulty one."""
-    for ranks, expected in (((1,), False), ((0, 1), True)):
-        record = failure_record.of(WrongComputation("x", ranks))
-        failure_record.write(str(tmp_path / "record"), record)
-        assert failure_record.read(str(tmp_path / "record")) == record
-        assert record.is_one_of is expected
 
 
 RAISED = Record("ValueError: x", "script.py, line 7", 5.0)
@@ -241,7 +229,6 @@ LOST = Record("CommunicationError: rank 0 ended", "script.py, line 9", 4.0, blam
     [
         ([End(0, 1, 6.0, record=RAISED)], Cause(identity(RAISED))),
         ([End(0, 1, 6.0, record=PASSING)], Cause(identity(PASSING), may_pass=True, rank=0)),
-        ([End(0, 1, 6.0, record=replace(PASSING, is_one_of=True))], Cause(identity(PASSING), may_pass=True)),
         ([End(1, 1, 5.0, record=LOST), End(0, 1, 6.0, record=RAISED)], Cause(identity(RAISED))),
         ([End(0, -9, 6.0), End(1, 1, 6.1, record=LOST)], Cause(is_kill=True, rank=0)),
         ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True)], Cause(is_kill=True, step=0, rank=0)),

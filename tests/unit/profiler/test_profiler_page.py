@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from browser import run_in_page
-from insides import DONE, Advice, Operator, OperatorTable, RankRecord, Report, Span, find_outliers, page, parts_table
+from insides import DONE, Advice, Operator, OperatorTable, RankRecord, Report, Span, page, parts_table
 from profile_records import records, verdict
 
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&amp;'
@@ -135,17 +134,6 @@ def test_many_ranks_and_steps_give_a_small_page(monkeypatch: pytest.MonkeyPatch)
     record = json.loads(re.search(r'id="steps-data">(.*?)</script>', text)[1])  # type: ignore[index]
     assert {len(rows) for rows in record["metrics"].values()} == {32}
     assert len(record["steps"]) == len(record["metrics"]["step"][0]) == 500
-    assert len(record["outliers"]) == len(range(20, 1003, 97))
-
-
-def test_outliers_are_steps_far_above_the_rank_median() -> None:
-    rows = [[0.1, 0.2], [0.101, 0.2], [0.3, 0.2], [math.nan, 0.6], [0.1, 0.2], [0.099, math.nan]]
-    outliers = [(step.index, step.rank, step.seconds) for step in find_outliers(rows)]
-    assert outliers == [(2, 0, 0.3), (3, 1, 0.6)]
-    assert find_outliers([]) == find_outliers([[math.nan, math.nan]]) == []
-    noisy = [[0.1], [0.2], [0.08], [0.12], [0.25]]
-    assert [step.ratio for step in find_outliers(noisy)] == [pytest.approx(0.25 / 0.12)]  # twice the median
-    assert find_outliers([[0.1], [0.1], [0.105]]) == []  # zero deviation, but a 5 % difference is insignificant
 
 
 SEEN = """

@@ -140,6 +140,15 @@ def test_ranks_and_micro_batches_give_the_same_loss(pools: Pools, text: Path) ->
     assert losses[1, 1] < 2.6  # a uniform prediction gives 3.1
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_averages_every_few_steps_end_with_equal_replicas(pools: Pools, text: Path, size: int) -> None:
+    config = LmConfig(data=str(text), epochs=1, batch_size=8, sync_every=4, **SMALL)
+    for report, _ in pools.run(size, trained, config):
+        assert report["replicas_identical"]
+        assert report["gradient_bytes_per_step"] == 0
+        assert report["loss"] < 3.0  # a uniform prediction gives 3.1
+
+
 def naive_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
     """Compute the reported loss by its definition, one token at a time."""
     losses = []
@@ -193,3 +202,21 @@ def test_run_reports_its_figures_and_generates_text(tmp_path: Path) -> None:
     assert "lm, 2 ranks" in table
     assert len(sample) == 1 + 40 + 1  # the prompt token, the requested tokens and the newline of print
     assert set(sample) <= set(TEXT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", ["gate rank=1 at=1", "forward rank=1 at=4", "boundary rank=0 at=4"])
+def test_killed_rank_between_averages_changes_no_bit(tmp_path: Path, failure: str) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ["--data", "text.txt", *OPTIONS, "--sample", "0", "--sync-every", "2", "--max-restarts", "1"]
+    shas = []
+    for orders in ("", failure):
+        done = paceline(
+            *(tmp_path, "train", "lm", "--nproc", "2", *options, "--json", "report.json"),
+            **{"fork": "all", "OMP_NUM_THREADS": "1", "PACELINE_FAILPOINTS": orders},
+        )
+        assert done.returncode == 0, done.stderr
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert report["restarts"] == bool(orders)
+        shas.append(report["replica_sha256"])
+    assert shas[0] == shas[1]

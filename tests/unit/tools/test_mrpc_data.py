@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from insides import DEFAULT_MODEL, datasets, remark
+from insides import DEFAULT_MODEL, datasets
 from paceline.errors import UsageError
 from processes import paceline
 from real_data import real_data
@@ -106,9 +106,6 @@ def test_real_files_are_the_glue_corpus() -> None:
     assert (len(train), sum(pair.label for pair in train)) == (3668, 2474)
     assert (len(dev), sum(pair.label for pair in dev)) == (408, 279)
     assert train[0].first.startswith('Amrozi accused his brother , whom he called " the witness " ,')
-    baseline = datasets.majority_baseline(train, dev)
-    assert baseline["majority_accuracy"] == pytest.approx(0.684, abs=5e-4)
-    assert baseline["majority_f1"] == pytest.approx(0.812, abs=5e-4)
 
 
 def test_changed_token_or_label_changes_the_fingerprint() -> None:
@@ -133,17 +130,6 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
         f1 = datasets.f1_score(*(float(part.double().mean()) for part in (truth & said, said, truth)))
         assert f1 == pytest.approx(2 / (1 / precision + 1 / recall), rel=1e-12)
     assert datasets.f1_score(0, 0, 0) == 0, "all pairs rejected"
-    pairs = [datasets.Pair(("", ""), "a", "b", label) for label in (0, 0, 1)]
-    assert datasets.majority_baseline(pairs, pairs) == {"majority_accuracy": pytest.approx(2 / 3), "majority_f1": 0.0}
-
-
-def test_note_for_a_model_that_does_not_beat_the_majority_class() -> None:
-    majority = {"majority_accuracy": 0.684, "majority_f1": 0.812}
-    assert remark({"accuracy": 0.87, "f1": 0.91, **majority}) == ""
-    said = remark({"accuracy": 0.654, "f1": 0.751, **majority})
-    assert "accuracy 0.654 against 0.684, f1 0.751 against 0.812" in said
-    said = remark({"accuracy": 0.70, "f1": 0.81, **majority})
-    assert "good: f1 0.810 against 0.812." in said, "the accuracy beats its baseline"
 
 
 @pytest.fixture

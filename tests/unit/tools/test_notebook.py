@@ -23,7 +23,6 @@ from insides import (
     Processes,
     Rank,
     RankMagics,
-    Shown,
     Start,
     Wait,
     fork_client,
@@ -81,25 +80,9 @@ def test_commands_run_in_the_kernel_until_ranks_start(cell: str) -> None:
     assert "run_cell_magic" in "".join(routed(lines, has_ranks=True))
 
 
-@pytest.mark.parametrize("has_ranks", [False, True])
-@pytest.mark.parametrize(
-    ("line", "name", "remedy"),
-    [
-        ("%load_ext nbdistributed", "load_ext nbdistributed", "use %load_ext paceline"),
-        ("%dist_mode -d", "dist_mode", "use %%local"),
-        ("%dist_reset", "dist_reset", "use %dist_shutdown and %dist_init"),
-    ],
-)
-def test_nbdistributed_magics_are_refused_with_a_remedy(line: str, name: str, remedy: str, has_ranks: bool) -> None:
-    assert "".join(routed([line], has_ranks)) == line_magic("dist_instead", name)
-    magics: Any = RankMagics(None)
-    with pytest.raises(Shown, match=rf"^UsageError: %{name} belongs to .*{remedy}"):
-        magics.dist_instead(name)
-
-
 def test_line_magics_of_the_extension_run_in_the_kernel() -> None:
     kind: Any = RankMagics
-    for name in kind.magics["line"].keys() - {"dist_instead"}:
+    for name in kind.magics["line"]:
         assert routed([f"%{name}"], has_ranks=True) == [line_magic(name)]
 
 

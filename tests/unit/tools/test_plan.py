@@ -22,7 +22,6 @@ from insides import (
     equal_layers,
     goodput,
     look_ahead,
-    plot_outlook,
     trainings_table,
 )
 from insides import predictions_Job as Job
@@ -264,7 +263,6 @@ def test_time_cost_curve_has_its_knee_at_the_critical_batch_size() -> None:
     assert [row["time"] for row in trainings] == sorted((row["time"] for row in trainings), reverse=True)
     assert [row.style for row in trainings_table(plan).rows] == ["", "", "bold", ""]
     assert notes(plan)[-1].endswith("a global batch of 512 samples, the critical batch size: about 64 devices.")
-    assert len(plot_outlook(plan).axes) == 3
 
 
 def test_json_is_described(planned: Planned, tmp_path: Path) -> None:
@@ -277,7 +275,6 @@ def test_plan_without_a_noise_scale_omits_batches() -> None:
     plan = outlook(None)
     assert (document(plan)["critical_batch"], document(plan)["trainings"]) == (None, [])
     assert "knee" not in "\n".join(notes(plan))
-    assert len(plot_outlook(plan).axes) == 2
 
 
 @pytest.mark.parametrize("option", ["--failure-rate", "--save-seconds", "--restart-seconds"])

@@ -22,7 +22,7 @@ from paceline import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import installing
-from paceline.train import Evaluation, JsonLines, MLflow, TensorBoard, TrainConfig, Trainer, WeightsAndBiases
+from paceline.train import Evaluation, JsonLines, TensorBoard, TrainConfig, Trainer, WeightsAndBiases
 from ranks import TIMEOUT_S
 from trainings import Points, Run, net, optimizer_of, refusal, squared_error, squared_loss
 from twins import Pools
@@ -114,7 +114,6 @@ def refused_without(world: World, package: str, loggers: list[Any]) -> str:
     [
         ("torch.utils.tensorboard", "tensorboard", TensorBoard),
         ("wandb", "wandb", WeightsAndBiases),
-        ("mlflow", "mlflow", MLflow),
     ],
 )
 def test_missing_logger_names_the_command(pools: Pools, tmp_path: Path, package: str, extra: str, kind: Any) -> None:
@@ -183,40 +182,6 @@ def test_weights_and_biases_gets_the_same_values(tmp_path: Path) -> None:
     assert runs == 1
     for text in ("project", "epochs", "loss", "0.5", "accuracy", "0.75", "step"):
         assert text in record
-
-
-def log_to_mlflow(folder: str) -> tuple[Any, ...]:
-    """Train with two MLflow runs stored in `folder`, one of them failing; read them back."""
-    os.environ |= {"MLFLOW_TRACKING_URI": f"file://{folder}", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from MLflow
-        from mlflow.tracking import MlflowClient
-
-        logger = opened(MLflow("digits"))
-        logger.write(1, {"train/loss": 0.5, "lr/0": 0.1})
-        logger.write(2, {"train/loss": 0.25})
-        logger.close()
-        second = opened(MLflow("digits"), SimpleNamespace(settings={"epochs": 4}))
-        try:
-            raise ArithmeticError
-        except ArithmeticError:
-            second.close()
-        client = MlflowClient()
-        experiment = client.get_experiment_by_name("digits")
-        runs = client.search_runs([experiment.experiment_id])
-        [first] = [run for run in runs if run.data.params == {"epochs": "3"}]
-        history = client.get_metric_history(first.info.run_id, "train/loss")
-    values = [(point.step, point.value) for point in history]
-    return values, dict(first.data.metrics), sorted(run.info.status for run in runs)
-
-
-@pytest.mark.slow
-def test_mlflow_gets_the_same_values_and_records_a_failure(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    values, last, states = call(log_to_mlflow, str(tmp_path))
-    assert values == [(1, 0.5), (2, 0.25)]
-    assert last == {"train/loss": 0.25, "lr/0": 0.1}
-    assert states == ["FAILED", "FINISHED"]
 
 
 class Terminal(io.StringIO):

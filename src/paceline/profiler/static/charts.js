@@ -64,16 +64,9 @@ function stepChart(record) {
   const again = chart(place, () => {
     const rows = record.metrics[metric.value];
     const [series, values, bands] = stepSeries(rows, record.ranks, Number(rank?.value ?? -1));
-    let table = [record.steps, ...values];
-    if (metric.value === "step" && record.outliers.length) {
-      const [steps, slow] = [0, 2].map((part) => record.outliers.map((one) => one[part]));
-      table = uPlot.join([table, [steps, slow]], [values.map(() => 2).concat(2), [2, 2]].map((one) => [2, ...one]));
-      series.push({ label: "outlier", paths: () => null, stroke: colour("mark"), value: shown,
-        points: { show: true, size: 9, width: 2, fill: "transparent", stroke: colour("mark") } });
-    }
     const whole = (plot, value) => (value === null ? "–" : String(value));
     const scales = { x: { time: false }, y: { range: (plot, low, high) => [0, (high || 1) * 1.08] } };
-    return { values: table, options: { axes: axes("step", "ms"), bands: bands ?? [], scales,
+    return { values: [record.steps, ...values], options: { axes: axes("step", "ms"), bands: bands ?? [], scales,
       series: [{ label: "step", value: whole }, ...series], cursor: { points: { size: 8 } } } };
   });
   metric.onchange = again;

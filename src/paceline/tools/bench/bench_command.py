@@ -15,7 +15,7 @@ from paceline.core.output_files import check_chart, check_file
 from paceline.errors import UsageError
 from paceline.tools.program import ProgramConfig, start_program
 
-OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
+OPS = ("all_reduce", "broadcast", "reduce")
 SIZES = "1K,4K,16K,64K,256K,1M,4M,25M"
 ELEMENT = 4
 """Bytes of a float32. Other dtypes are not measured."""

@@ -28,8 +28,6 @@ OURS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("ring_all_reduce", "tree_all_reduce", "halving_doubling_all_reduce"),
     "broadcast": ("linear_broadcast", "tree_broadcast", "scatter_all_gather_broadcast"),
     "reduce": ("linear_reduce", "tree_reduce"),
-    "reduce_scatter": ("ring_reduce_scatter",),
-    "all_gather": ("ring_all_gather",),
 }
 """Paceline's algorithms for each collective. A function and its schedule have the same name."""
 ZERO_COPY = "paceline zero-copy"
@@ -45,26 +43,14 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Variant:
-    """An implementation of a collective, with its tensors for one size."""
+    """An implementation of a collective, with its tensor for one size."""
 
     name: str
     """Name in the table: ``"ring"``, ``"gloo"``, ``"paceline"``."""
-    source: Tensor
-    """Input of this rank: the whole tensor, or only this rank's part."""
+    tensor: Tensor
+    """Input and output of this rank."""
     run: Callable[[], object]
     """Run the collective once."""
-    result: Tensor
-    """Output of this rank: the whole tensor, or only this rank's part."""
-
-    def load(self, values: Tensor) -> None:
-        """Fill :attr:`source` from `values` of the whole tensor."""
-        self.source.copy_(values if self.source.numel() == values.numel() else values[part_of_rank(values.numel())])
-
-
-def part_of_rank(count: int) -> slice:
-    """Return this rank's part of a tensor of `count` elements."""
-    part = count // dist.get_world_size()
-    return slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
 
 
 @contextmanager
@@ -86,25 +72,18 @@ def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
     members = Members(gloo)
     schedule = build(name, members.size)
     short = name.removesuffix(f"_{op}").replace("_", "-")
-    result = tensor[part_of_rank(tensor.numel())] if op == "reduce_scatter" else tensor
     # Do not call the public functions, which also compare arguments between ranks; this would be timed too.
-    return Variant(short, tensor, lambda: execute(schedule, tensor, members), result)
+    return Variant(short, tensor, lambda: execute(schedule, tensor, members))
 
 
 def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
-    """Return the collective `op` of `group`. Reduce-scatter and all-gather need a second tensor for a rank's part."""
-    part = torch.zeros(tensor.numel() // dist.get_world_size(), dtype=torch.float32, device="cpu")
-    # Since torch 2.13 the old names give a deprecation warning.
-    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    calls: dict[str, tuple[Tensor, Callable[[], object], Tensor]] = {
-        "all_reduce": (tensor, lambda: dist.all_reduce(tensor, group=group), tensor),
-        "broadcast": (tensor, lambda: dist.broadcast(tensor, 0, group=group), tensor),
-        "reduce": (tensor, lambda: dist.reduce(tensor, 0, group=group), tensor),
-        "reduce_scatter": (tensor, lambda: reduce_scatter(part, tensor, group=group), part),
-        "all_gather": (part, lambda: all_gather(tensor, part, group=group), tensor),
+    """Return the collective `op` of `group`."""
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(tensor, group=group),
+        "broadcast": lambda: dist.broadcast(tensor, 0, group=group),
+        "reduce": lambda: dist.reduce(tensor, 0, group=group),
     }
-    return Variant(name, *calls[op])
+    return Variant(name, tensor, calls[op])
 
 
 def take_turns(
@@ -163,7 +142,7 @@ def main(config_json: str) -> None:
             if world.is_main:
                 say(f"measuring {op}")
             for size in config.sizes:
-                count = elements(op, size, world.size)
+                count = size // ELEMENT
                 with variants(op, count, gloo) as compared:
                     rows += _measure(op, count, compared, world.size)
         if world.is_main:
@@ -171,12 +150,6 @@ def main(config_json: str) -> None:
     # Raise after the block, because a rank that leaves the world with an error does not wait for the others.
     if world.is_main and (wrong := sum(row.wrong for row in rows)):
         raise PacelineError(f"{wrong} elements have wrong values; see the column '#wrong'")
-
-
-def elements(op: str, nbytes: int, ranks: int) -> int:
-    """Return the number of elements of a tensor of about `nbytes`, divisible by `ranks` if `op` requires it."""
-    count = nbytes // ELEMENT
-    return -(-count // ranks) * ranks if op in ("reduce_scatter", "all_gather") else count
 
 
 def _measure(op: str, count: int, compared: Sequence[Variant], ranks: int) -> list[Row]:
@@ -190,18 +163,18 @@ def _measure(op: str, count: int, compared: Sequence[Variant], ranks: int) -> li
 
 def _turn(variant: Variant, calls: int) -> float:
     # Write the tensor just before use, as backward does. Use zeros, because repeated sums would overflow.
-    variant.source.zero_()
+    variant.tensor.zero_()
     return slowest_timed(variant.run, calls)
 
 
 def _wrong(op: str, count: int, variant: Variant) -> int:
     """Return the number of wrong elements on all ranks. The test values are small integers, whose sums are exact."""
     rank = dist.get_rank()
-    variant.load(_values(count, rank))
+    variant.tensor.copy_(_values(count, rank))
     variant.run()
     wrong = torch.zeros((), dtype=torch.int64, device="cpu")
     if op != "reduce" or rank == 0:
-        wrong += (variant.result != _right(op, count)).sum()
+        wrong += (variant.tensor != _right(op, count)).sum()
     dist.all_reduce(wrong)
     return int(wrong)
 
@@ -211,10 +184,5 @@ def _values(count: int, rank: int) -> Tensor:
 
 
 def _right(op: str, count: int) -> Tensor:
-    size = dist.get_world_size()
-    if op == "broadcast":
-        return _values(count, 0)
-    if op == "all_gather":
-        return _values(count, 0) + torch.arange(count, device="cpu") // (count // size)
-    total = sum((_values(count, peer) for peer in range(size)), torch.zeros(count, dtype=torch.float32, device="cpu"))
-    return total[part_of_rank(count)] if op == "reduce_scatter" else total
+    senders = range(1 if op == "broadcast" else dist.get_world_size())
+    return sum((_values(count, peer) for peer in senders), torch.zeros(count, dtype=torch.float32, device="cpu"))

@@ -35,8 +35,8 @@ class Row:
 
     Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). Algorithm bandwidth is the size of the whole tensor
     divided by the time. Bus bandwidth multiplies it by the minimum traffic of the collective relative to this size:
-    2 (p−1)/p for an all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for broadcast and reduce. It can be
-    compared with the speed of the links for any number of ranks.
+    2 (p−1)/p for an all-reduce, 1 for broadcast and reduce. It can be compared with the speed of the links for any
+    number of ranks.
     """
 
     op: str
@@ -77,14 +77,7 @@ class Row:
     @property
     def busbw(self) -> float:
         """Bus bandwidth in GB/s."""
-        return self.algbw * bus_factor(self.op, self.ranks)
-
-
-def bus_factor(op: str, ranks: int) -> float:
-    """Return the ratio of bus bandwidth to algorithm bandwidth."""
-    if op == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if op in ("reduce_scatter", "all_gather") else 1.0
+        return self.algbw * (2 * (self.ranks - 1) / self.ranks if self.op == "all_reduce" else 1.0)
 
 
 def report(rows: Sequence[Row], cores: int, config: BenchConfig) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from paceline.core.host import cores
 from paceline.core.messages import counted, say
 from paceline.core.option_rules import whole_number
-from paceline.core.output_files import check_chart, check_file, write_chart, write_file
+from paceline.core.output_files import check_file, write_file
 from paceline.errors import UsageError
 from paceline.launch.agent import run
 from paceline.launch.hook.run_module import module_command
@@ -42,7 +42,6 @@ class Comparison:
     """Arguments of a script."""
     steps: int
     json: str | None
-    plot: str | None
 
     def check(self, ways: Sequence[Way]) -> None:
         """Reject invalid settings before anything runs."""
@@ -54,7 +53,6 @@ class Comparison:
                 "--batch-size"
             )
         check_file("--json", self.json)
-        check_chart("--plot", self.plot)
 
 
 def compare(comparison: Comparison, ways: Sequence[Way]) -> int:
@@ -73,8 +71,6 @@ def compare(comparison: Comparison, ways: Sequence[Way]) -> int:
     title = Path(comparison.target).name
     report.show(rows, title, threads, comparison.steps)
     write_file("--json", comparison.json, json.dumps(report.document(rows, title, threads), indent=2) + "\n")
-    if comparison.plot is not None:
-        write_chart("--plot", comparison.plot, report.draw(rows, title))
     return 0
 
 

@@ -1,24 +1,20 @@
-"""Results of a comparison: a table with notes, values for JSON, and a chart."""
+"""Results of a comparison: a table with notes, and values for JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from paceline.core.messages import counted, digits
-from paceline.core.output_files import new_figure
 from paceline.core.tables import new_table, print_table
 from paceline.tools.compare.measured_run import SAMPLED, TURN, WARM_UP
 from paceline.tools.compare.modes import Way
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EQUAL = 1e-6
 """Maximum relative difference of weights that a different order of float32 sums can explain."""
@@ -177,23 +173,3 @@ def notes(rows: Sequence[Row], threads: int, steps: int) -> list[str]:
 def document(rows: Sequence[Row], target: str, threads: int) -> dict[str, object]:
     """Return the values for JSON, in seconds and bytes."""
     return {"version": 1, "target": target, "threads": threads, "times": statistic(rows), "rows": [*map(asdict, rows)]}
-
-
-def draw(rows: Sequence[Row], target: str) -> Figure:
-    """Draw a bar for each variant; shorter is faster."""
-    figure = new_figure(6.5, 1.8 + 0.55 * len(rows))
-    title = f"{target}: time per step, median of {counted(len(rows[0].turns), 'turn')}"
-    axes = figure.add_subplot(title=title, xlabel="ms; shorter is faster")
-    names = [f"{row.mode}, {counted(row.devices, 'device')}" for row in rows]
-    times = [1e3 * row.seconds_per_step for row in rows]
-    bars = axes.barh(names, times)
-    labels = [
-        f"{digits(time)} ms\n{row.speedup:.2f} × {_base(rows)}, efficiency {row.efficiency:.2f}"
-        for time, row in zip(times, rows, strict=True)
-    ]
-    axes.bar_label(bars, labels, padding=4, fontsize="small")
-    # barh() draws the first bar at the bottom.
-    axes.invert_yaxis()
-    # Leave room for the label of the longest bar.
-    axes.set_xlim(0, 1.8 * max(times))
-    return figure

@@ -58,6 +58,10 @@ HINTS = {
     "grows again while the sums are copied back the same way.",
 }
 """What to watch while a schedule is animated."""
+READING = (
+    "Columns are ranks, rows parts of their tensors. A cell shows the ranks whose parts are in the sum, or whose copy "
+    "it is. Framed: just arrived. Dashed: not needed."
+)
 State = list[list[Cell]]
 """Contents of all ranks, ``[rank][row]``."""
 SUMS = ("reduce", "all-reduce", "reduce-scatter")
@@ -81,7 +85,7 @@ def scene(schedule: Schedule) -> Scene:
         title,
         ABOUT[schedule.result],
         cost,
-        reading(grid),
+        READING,
         hint(schedule),
         step_frames(schedule, grid),
         table=table(schedule, title, cost, range(len(schedule.steps) + 1)),
@@ -99,15 +103,6 @@ def grid_of(schedule: Schedule) -> Grid:
 def hint(schedule: Schedule) -> str:
     """Return what to watch while `schedule` is animated."""
     return HINTS[schedule.name] if schedule.steps else ""
-
-
-def reading(grid: Grid) -> str:
-    """Describe how to read the cells."""
-    inside = "the ranks whose parts are in the sum" if grid.is_numbered else "how many ranks' parts are in the sum"
-    return (
-        f"Columns are ranks, rows parts of their tensors. A cell shows {inside}, or whose copy it is. "
-        "Framed: just arrived. Dashed: not needed."
-    )
 
 
 def states(schedule: Schedule) -> list[State]:
@@ -275,7 +270,7 @@ def _scene(collective: Collective) -> Scene:
         title,
         ABOUT[schedule.result],
         result,
-        f"{reading(grid)} A rank's tensor has {CAPACITY // MIB} MiB; {LINKS}.",
+        f"{READING} A rank's tensor has {CAPACITY // MIB} MiB; {LINKS}.",
         hint(schedule),
         frames,
         shown=[frames[step] for step in sorted({0, middle})] + frames[-1:],

@@ -52,32 +52,23 @@ class Panel:
     bars: Sequence[Bar]
     results: Sequence[str] = ()
     """Text next to the panel, shown once the last bar has ended."""
-    marks: Sequence[tuple[float, str, str]] = ()
-    """Points where all ranks synchronize: time, label, and line style (solid for ``way``, dashed for ``elsewhere``)."""
 
 
 class Chart:
-    """Panels stacked above one axis.
+    """Panels stacked, from top to bottom, above an axis of milliseconds with the name `axis`."""
 
-    Args:
-        panels: the cases, from top to bottom.
-        axis: name of the axis.
-        end: last value on the axis; by default the end of the last bar.
-        unit: the value that the axis labels 1.
-    """
-
-    def __init__(self, panels: Sequence[Panel], axis: str, end: float = 0.0, unit: float = 1e-3) -> None:
-        self.panels, self.axis, self.unit = panels, axis, unit
-        self.end = end or max(bar.end for panel in panels for bar in panel.bars)
+    def __init__(self, panels: Sequence[Panel], axis: str) -> None:
+        self.panels, self.axis = panels, axis
+        self.end = max(bar.end for panel in panels for bar in panel.bars)
         self.tops: list[float] = []
         """Vertical position of each panel's first row."""
         self.bottom = 12.0
         for panel in panels:
-            self.tops.append(self.bottom + (38 if panel.marks else 24))
+            self.tops.append(self.bottom + 24)
             self.bottom = self.tops[-1] + len(panel.rows) * ROW + 8
 
     def x(self, value: float) -> float:
-        """Return the horizontal position of a value."""
+        """Return the horizontal position of a time."""
         return LEFT + WIDE * value / self.end
 
     def frames(self, events: Iterable[tuple[float, str]]) -> list[Frame]:
@@ -102,24 +93,20 @@ class Chart:
 
     def _axis(self) -> Iterator[str]:
         yield f'<path d="M{LEFT:g},{self.bottom:g} h{WIDE:g}" class="axis"/>'
-        end = self.end / self.unit
+        end = 1000 * self.end
         tick = max(step for power in range(6) for step in (10**power, 2 * 10**power, 5 * 10**power) if end >= 4 * step)
         for number in range(0, int(end + 1e-9) + 1, tick):
-            x = self.x(number * self.unit)
+            x = self.x(number / 1000)
             yield f'<path d="M{x:g},{self.bottom:g} v5" class="axis"/>'
             yield text(x, self.bottom + 18, str(number), anchor="middle")
         yield text(LEFT + WIDE / 2, self.bottom + 34, self.axis, anchor="middle")
 
     def _panel(self, panel: Panel, top: float, moment: float) -> Iterator[str]:
-        yield text(4, top - (20 if panel.marks else 6), panel.title, "heading")
+        yield text(4, top - 6, panel.title, "heading")
         for number, name in enumerate(panel.rows):
             yield text(4, top + number * ROW + 13, name)
         for bar in panel.bars:
             yield self._bar(bar, top + bar.row * ROW, moment)
-        for at, letter, kind in panel.marks:
-            # The line skips the last row, which is the network's.
-            yield f'<path d="M{self.x(at):g},{top - 3:g} v{(len(panel.rows) - 1) * ROW + 3:g}" class="{kind}"/>'
-            yield text(self.x(at), top - 6, letter, "heading", "middle")
         if moment < math.inf:
             yield f'<path d="M{self.x(moment):g},{top:g} v{len(panel.rows) * ROW:g}" class="now"/>'
         for bar in panel.bars:  # after the lines, which would otherwise cross them
@@ -160,20 +147,18 @@ class Grid:
         size: number of ranks.
         rows: names of the rows.
         is_bowed: draw all arrows above the first row, from rank to rank, instead of from cell to cell.
-        rank: the word for a rank.
     """
 
-    def __init__(self, size: int, rows: Sequence[str], is_bowed: bool = False, rank: str = "rank") -> None:
-        self.size, self.rows, self.is_bowed, self.rank = size, rows, is_bowed, rank
+    def __init__(self, size: int, rows: Sequence[str], is_bowed: bool = False) -> None:
+        self.size, self.rows, self.is_bowed = size, rows, is_bowed
         self.symbols = {"tip": TIP}
-        self.is_numbered = size <= 8
-        self.wide = max(44.0, SLOT * size) if self.is_numbered else 44.0
+        self.wide = max(44.0, SLOT * size)
         self.slot = self.wide / size
         self.pitch = self.wide + 24
-        self.high = 18.0 if self.is_numbered else 24.0
+        self.high = 18.0
         self.room = 24.0 if is_bowed else 15.0
         """Height for arrows above a row."""
-        self.left = 12 + 7.5 * max(map(len, (rank, *rows)))
+        self.left = 12 + 7.5 * max(map(len, ("rank", *rows)))
         self.width = self.at(size, 0)[0] - 20
         self.height = self.at(0, len(rows))[1]
 
@@ -184,7 +169,7 @@ class Grid:
 
     def draw(self, cells: Sequence[Sequence[Cell]], moves: Iterable[tuple[int, int, int]] = ()) -> Drawing:
         """Draw ``cells[rank][row]``, and an arrow for each (source, destination, row) in `moves`."""
-        parts = [text(4, 14, self.rank, "heading")]
+        parts = [text(4, 14, "rank", "heading")]
         parts += [text(self.middle(column), 14, str(column), "heading", "middle") for column in range(self.size)]
         parts += [
             text(4, self.at(0, row)[1] + self.high / 2 + 4, name, "heading") for row, name in enumerate(self.rows)
@@ -223,13 +208,9 @@ class Grid:
             words = text(middle, baseline, cell.label, "digit" if cell.terms else "number", "middle")
             return box(0, 0, self.wide, self.high, kind) + words
         drawn = box(0, 0, self.wide, self.high, "cell")
-        top = 1.5 if self.is_numbered else 15.0
         for rank in sorted(set(cell.terms)):
-            drawn += box(rank * self.slot, top, self.slot, self.high - top - 1.5, f"k{rank}")
-            if self.is_numbered:
-                drawn += text((rank + 0.5) * self.slot, baseline, str(rank), "digit", "middle")
-        if not self.is_numbered:
-            drawn += text(middle, 12, str(len(cell.terms)), "number", "middle")
+            drawn += box(rank * self.slot, 1.5, self.slot, self.high - 3, f"k{rank}")
+            drawn += text((rank + 0.5) * self.slot, baseline, str(rank), "digit", "middle")
         return drawn
 
     def _arrow(self, source: int, destination: int, row: int) -> str:

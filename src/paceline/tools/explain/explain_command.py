@@ -20,8 +20,8 @@ SCHEDULES = {
     "reduce": ("linear_reduce", "tree_reduce"),
 }
 """Subjects that show schedules, with the names of the schedules."""
-KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "workflow", "bubble", "data-parallel", "same-bits")
-MOST_RANKS = 16
+KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "bubble")
+MOST_RANKS = 8
 """Maximum number of ranks in a legible picture."""
 EXAMPLES = "\n\n".join(
     (
@@ -30,17 +30,14 @@ EXAMPLES = "\n\n".join(
         "paceline explain broadcast  (one to all: one by one, as a tree, and as scatter and all-gather)",
         "paceline explain ring --ranks 6 --out ring.html  (an animated page)",
         "paceline explain collectives --out collectives.svg  (all steps in one picture)",
-        "paceline explain workflow  (one training step, and where its ranks synchronize)",
         "paceline explain bubble --out bubble.html  (why ranks wait for each other)",
-        "paceline explain data-parallel  (DataParallel versus DistributedDataParallel, in bytes)",
-        "paceline explain same-bits --out bits.html  (virtual ranks: one tree of sums on 1, 2 and 4 ranks)",
     )
 )
 
 
 def explain(
     subject: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(KNOWN)}.", show_default=False)],
-    ranks: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Ranks in the picture, 1 to 16.")] = 4,
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Ranks in the picture, 1 to 8.")] = 4,
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or an animated page (.html).")
     ] = None,
@@ -69,15 +66,9 @@ def explain(
 def scenes(subject: str, ranks: int) -> list[Scene]:
     """Draw the scenes of the subject `subject`, one of :data:`KNOWN`."""
     from paceline.comm.schedules import build
-    from paceline.tools.explain import bubble, buckets, collectives, slices, ways, workflow
+    from paceline.tools.explain import bubble, buckets, collectives
 
     if subject in SCHEDULES:
         return [collectives.scene(build(name, ranks)) for name in SCHEDULES[subject]]
-    return {
-        "collectives": collectives.scenes,
-        "bucket-overlap": buckets.scenes,
-        "workflow": workflow.scenes,
-        "bubble": bubble.scenes,
-        "data-parallel": ways.scenes,
-        "same-bits": slices.scenes,
-    }[subject](ranks)
+    draw = {"collectives": collectives.scenes, "bucket-overlap": buckets.scenes, "bubble": bubble.scenes}
+    return draw[subject](ranks)

@@ -15,17 +15,10 @@ LINE_MAGICS = ("dist_init", "dist_shutdown", "dist_status", "sync", "pull")
 """The line magics in ``magics.py``."""
 IN_KERNEL = ("load_ext paceline", "reload_ext paceline", "unload_ext paceline", "pip", "conda", "uv")
 """IPython magics that run in the kernel, because they must run only once."""
-INSTEAD = {
-    "load_ext nbdistributed": "%load_ext paceline, which is already loaded, and %dist_init",
-    "dist_mode": "%%local at the top of a cell that should run in the kernel",
-    "dist_reset": "%dist_shutdown and %dist_init",
-    "dist_debug": "%dist_status",
-}
-"""Replacements for the magics of the nbdistributed extension."""
 ALL = "all"
 """The argument of ``%%rank`` for all ranks."""
 
-_MAGIC = re.compile(rf"%({'|'.join((*LINE_MAGICS, *INSTEAD))})\b(.*)")
+_MAGIC = re.compile(rf"%({'|'.join(LINE_MAGICS)})\b(.*)")
 _KERNEL_MAGIC = re.compile(rf"%({'|'.join(IN_KERNEL)})\b")
 _PULL = re.compile(r"(?P<names>.+?)(?:\s+from\s+(?P<rank>\S+))?\s*")
 
@@ -65,8 +58,6 @@ def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
             calls.append(_call("run_cell_magic", "rank", ALL, "".join(part)))
         part = []
         name, argument = magic.groups() if magic else line.strip()[1:].partition(" ")[::2]
-        if name in INSTEAD:
-            name, argument = "dist_instead", name
         calls.append(_call("run_line_magic", name, argument.strip()))
     return calls[:-1]
 

@@ -10,7 +10,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from paceline.core.messages import counted
 from paceline.errors import PacelineError, UsageError
-from paceline.tools.notebook.cell_parser import INSTEAD, parsed_start, pulled, ranks_in, routed
+from paceline.tools.notebook.cell_parser import parsed_start, pulled, ranks_in, routed
 from paceline.tools.notebook.execution import Shown
 from paceline.tools.notebook.session import Session
 
@@ -129,12 +129,6 @@ class RankMagics(Magics):
         self._running()
         self.end()
         print("all ranks have ended")
-
-    @line_magic
-    @shown
-    def dist_instead(self, line: str) -> None:
-        """Point a user of the nbdistributed extension to the replacement for its magic."""
-        raise UsageError(f"%{line} belongs to the nbdistributed extension; use {INSTEAD[line]}")
 
 
 def load(shell: Any) -> None:

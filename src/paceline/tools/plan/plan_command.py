@@ -94,17 +94,14 @@ def plan(
         Text, _option("NUMBER", CLUSTER, "Seconds from a failure until training continues; by default 600.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
-    plot: Annotated[Text, _option("FILE", OUTPUT, "Draw a chart (.svg, .png or .pdf).")] = None,
 ) -> None:
     """Predict speed, efficiency and cost of a training on up to thousands of devices.
 
     Also shows where more devices stop paying, and what changes would save. Give profiles of the job, or describe it.
     """
     load_torch()
-    from paceline.core.output_files import check_chart
     from paceline.tools.plan.report import look_ahead, report
 
-    check_chart("--plot", plot)
     counts = _counts(devices, hosts_of or 1)
     numbers = {"--params": params, "--batch": batch, SPEED_OPTION: samples_per_second, "--flops": flops}
     numbers["--memory"] = memory
@@ -121,7 +118,7 @@ def plan(
         raise UsageError(refusal)
     epoch = None if samples is None else number("--samples", samples)
     failures = {"--failure-rate": failure_rate, "--save-seconds": save_seconds, "--restart-seconds": restart_seconds}
-    report(look_ahead(plan, counts, _price(price), epoch, _goodput(plan.job, failures)), json, plot)
+    report(look_ahead(plan, counts, _price(price), epoch, _goodput(plan.job, failures)), json)
     if refusal:  # other programs may still read the figures
         raise UsageError(refusal)
 

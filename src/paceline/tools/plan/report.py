@@ -1,4 +1,4 @@
-"""What a plan says about a job: tables, JSON and a chart."""
+"""What a plan says about a job: tables and JSON."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import json as json_text
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline.core.messages import counted, digits, duration, nbytes
-from paceline.core.output_files import new_figure, write_chart
 from paceline.core.tables import new_table, print_table
 from paceline.planner.critical_batch import Training, trainings
 from paceline.planner.goodput import Goodput
-from paceline.planner.predictions import RULE_OF_THUMB, WORTH, Job, Prediction, Workload, effects, stops_paying
+from paceline.planner.predictions import WORTH, Job, Prediction, Workload, effects, stops_paying
 from paceline.planner.replica_memory import NO_FIT, ReplicaMemory
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -151,83 +146,20 @@ def _row(entry: Entry) -> dict[str, Any]:
     }
 
 
-def plot_outlook(outlook: Outlook) -> Figure:
-    """Draw efficiency with its interval and the rule of thumb, throughput, cost, and time against cost, if known."""
-    predictions = [entry.prediction for entry in outlook.entries]
-    counts = [made.ranks for made in predictions]
-    rates = [made.samples_per_s for made in predictions]
-    bounds = [(made.samples_per_s * made.slowest, made.samples_per_s * made.fastest) for made in predictions]
-    lines = [("samples per second", rates, bounds)]
-    costs = [math.nan if entry.cost is None else entry.cost for entry in outlook.entries]
-    if not all(map(math.isnan, costs)):
-        ends = [_ends(made, cost) for made, cost in zip(predictions, costs, strict=True)]
-        lines.append((_cost_title(outlook), costs, [(low, math.nan if high is None else high) for low, high in ends]))
-    if outlook.trainings:
-        times = [training.time for training in outlook.trainings]
-        lines.append(("training to the same loss", times, [(time, time) for time in times]))
-    figure = new_figure(7, 4 + 2.5 * len(lines))
-    first, *others = figure.subplots(1 + len(lines), 1, sharex=True, height_ratios=[1.6] + [1] * len(lines))
-    _efficiency(first, outlook, counts)
-    others[0].set_yscale("log")
-    for axes, (name, values, bounds) in zip(others, lines, strict=True):
-        axes.plot(counts, values, "o-", color="C0", markersize=3)
-        axes.fill_between(counts, *zip(*bounds, strict=True), color="C0", alpha=0.2, linewidth=0)
-        axes.set_ylabel(name)
-        axes.grid(alpha=0.3)
-    if outlook.trainings:
-        _time_and_cost(others[-1], outlook, counts)
-    for axes in (first, *others):
-        if outlook.stops_paying is not None:
-            axes.axvline(outlook.stops_paying, color="C3", linestyle=":", linewidth=1)
-    others[-1].set_xscale("log", base=2)
-    others[-1].set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
-    others[-1].set_xlabel("devices")
-    return figure
-
-
-def _time_and_cost(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
-    """Add the cost to the time of trainings to the same loss, and mark the knee."""
-    axes.plot(counts, [training.cost for training in outlook.trainings], "o-", color="C4", markersize=3)
-    job = outlook.plan.job
-    axes.axvline((job.critical_batch or 0.0) / job.workload.samples, color="C2", linestyle="--")
-    axes.legend(["time", "device hours", f"knee: {job.critical_batch:,.0f} samples"])
-    axes.set_yscale("log")
-
-
-def _efficiency(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
-    predictions = [entry.prediction for entry in outlook.entries]
-    for first, last, low, high in RULE_OF_THUMB:
-        if first <= max(counts):
-            ends, label = [first, min(last or math.inf, max(counts))], "rule of thumb" if first == 2 else None
-            axes.fill_between(ends, low, high, color="C1", alpha=0.3, linewidth=0, label=label)
-    bounds = [one.low for one in predictions], [one.high for one in predictions]
-    axes.fill_between(counts, *bounds, color="C0", alpha=0.2, linewidth=0, label="80 % interval")
-    axes.plot(counts, [one.efficiency for one in predictions], "o-", color="C0", markersize=3, label="predicted")
-    if outlook.stops_paying is not None:
-        axes.plot([], [], ":", color="C3", label=f"stops paying: {outlook.stops_paying:,}")
-    axes.set_ylim(0, 1.02)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_ylabel("scaling efficiency")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower left")
-
-
-def report(outlook: Outlook, json: bool, plot: str | None) -> None:
-    """Print the plan, and draw it if asked to."""
+def report(outlook: Outlook, json: bool) -> None:
+    """Print the plan."""
     if json:
         print(json_text.dumps(document(outlook), indent=2))
-    else:
-        print_table(table(outlook))
+        return
+    print_table(table(outlook))
+    print()
+    Console().print(*notes(outlook), sep="\n", soft_wrap=True, highlight=False, markup=False)
+    tables = [times_table(outlook)]
+    tables += [effects_table(outlook)] if outlook.effects else []
+    tables += [trainings_table(outlook)] if outlook.trainings else []
+    for one in tables:
         print()
-        Console().print(*notes(outlook), sep="\n", soft_wrap=True, highlight=False, markup=False)
-        tables = [times_table(outlook)]
-        tables += [effects_table(outlook)] if outlook.effects else []
-        tables += [trainings_table(outlook)] if outlook.trainings else []
-        for one in tables:
-            print()
-            print_table(one)
-    if plot is not None:
-        write_chart("--plot", plot, plot_outlook(outlook))
+        print_table(one)
 
 
 def _cost_title(outlook: Outlook) -> str:

@@ -154,7 +154,9 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
         files = ("checkpoint_dir", "metrics", "tensorboard")
         reasons |= dict.fromkeys(files, f"writes files for one training, and {caller} runs several")
     if caller == "compare":
-        reasons["virtual_ranks"] = "needs Paceline's wrapper, and compare also runs torch's"
+        reasons |= dict.fromkeys(
+            ("virtual_ranks", "sync_every"), "needs Paceline's wrapper, and compare also runs torch's"
+        )
     for name, reason in reasons.items():
         if values.get(name) != defaults.get(name):
             raise UsageError(f"{flag_of(name)} {reason}; leave it out")

@@ -217,6 +217,11 @@ class LmConfig(TrainingOptions):
     layers: int = option(4, "Number of layers.")
     heads: int = option(4, "Number of attention heads.")
     sample: int = option(256, "Tokens to generate at the end; 0 for none.")
+    sync_every: int | None = option(
+        None,
+        "Average between ranks, or hosts, only every H steps (DiLoCo), for slow networks. Default: every step.",
+        "H",
+    )
 
     def check(self) -> None:
         super().check()
@@ -226,6 +231,13 @@ class LmConfig(TrainingOptions):
             raise UsageError(f"--width {self.width} must be a multiple of twice --heads {self.heads}")
         if self.sharded:
             raise UsageError("--sharded cannot shard Muon, which updates whole matrices; leave it out")
+        if self.sync_every is not None:
+            whole_number("--sync-every", self.sync_every)
+            if self.virtual_ranks is not None:
+                raise UsageError(
+                    f"--virtual-ranks {self.virtual_ranks} needs averages in every step, but --sync-every "
+                    f"{self.sync_every} leaves them out; give one of them"
+                )
         self.corpus()  # to check it before ranks start; each rank reads it again
 
     def corpus(self) -> Corpus:

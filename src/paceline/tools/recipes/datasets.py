@@ -220,11 +220,3 @@ def tokenize(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> Tokenize
 def f1_score(true_positives: float, predicted: float, positives: float) -> float:
     """Return F1 of class 1 from its true positives, predictions and samples, as counts or shares."""
     return 2 * true_positives / (predicted + positives) if predicted + positives else 0.0
-
-
-def majority_baseline(train: Sequence[Pair], dev: Sequence[Pair]) -> dict[str, float]:
-    """Return accuracy and F1 on `dev` of always predicting the more frequent class of `train`."""
-    answer = int(2 * sum(pair.label for pair in train) >= len(train))
-    positives = sum(pair.label for pair in dev) / len(dev)
-    f1 = f1_score(positives * answer, answer, positives)
-    return {"majority_accuracy": positives if answer else 1 - positives, "majority_f1": f1}

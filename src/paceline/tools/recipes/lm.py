@@ -18,12 +18,14 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from paceline.core.rng import set_seed
 from paceline.core.unwrapping import unwrap
 from paceline.core.world import World, init
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
+from paceline.optim import DiLoCo
 from paceline.tools.recipes.configs import LmConfig
 from paceline.tools.recipes.datasets import Corpus
 from paceline.tools.recipes.report import Report, finish, gather_report
@@ -191,8 +193,15 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     """Train on this rank; the report is the same on every rank."""
     with set_seed(config.seed):
         net = GPT(corpus.tokenizer.size, config.context, config.width, config.layers, config.heads).to(world.device)
-    optimizer = optimizer_for(net, config.lr)
-    model = DistributedDataParallel(net, virtual_ranks=config.virtual_ranks)
+    optimizer: torch.optim.Optimizer = optimizer_for(net, config.lr)
+    if config.sync_every is None:
+        model = DistributedDataParallel(net, virtual_ranks=config.virtual_ranks)
+    else:  # each host is an island, or each rank on a single host
+        inside = world.local_size if world.local_size < world.size else 1
+        mesh = init_device_mesh(world.device.type, (world.size // inside, inside), mesh_dim_names=("between", "inside"))
+        model = DistributedDataParallel(net, device_mesh=mesh["inside"])
+        outer = torch.optim.SGD(net.parameters(), lr=0.7, momentum=0.9, nesterov=True)  # as in the DiLoCo paper
+        optimizer = DiLoCo(model, optimizer, outer, config.sync_every)
     # A larger batch than in training, because no activations are kept.
     held_out = DataLoader(corpus.validation, batch_size=4 * config.batch_size // config.micro_batches)
     result = config.train(model, optimizer, loss, corpus.training, Evaluation(held_out, sums, ("loss",)))

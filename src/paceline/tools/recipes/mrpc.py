@@ -14,12 +14,12 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.tools import hub
 from paceline.tools.recipes.configs import MrpcConfig
-from paceline.tools.recipes.datasets import f1_score, majority_baseline, tokenize
+from paceline.tools.recipes.datasets import f1_score, tokenize
 from paceline.tools.recipes.hugging_face import classifier, load_tokenizer, validate_fitting, validate_known
 from paceline.tools.recipes.report import Report, finish, gather_report
 from paceline.train import Evaluation, Result
 
-REPORTED = ("accuracy", "f1", "loss", "majority_accuracy", "majority_f1")
+REPORTED = ("accuracy", "f1", "loss")
 WEIGHT_DECAY = 0.01
 SUMS = ("loss", "right", "true_positives", "predicted", "positives")
 
@@ -84,15 +84,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     balance = {"cost": train_data.lengths, "padded": True, "accumulate": config.micro_batches}
     loading = {"collate_fn": collate, **(balance if config.balance else {})}
     result = config.train(model, optimizer_of(model, config), loss, train_data, evaluation, **loading)
-    result.metrics.update(majority_baseline(*pairs))
     return gather_report(model, result, world), result
-
-
-def remark(report: Report) -> str:
-    """Return a remark if always predicting the more frequent class is at least as good; else an empty string."""
-    worse = [name for name in ("accuracy", "f1") if not report[name] > report[f"majority_{name}"]]
-    figures = ", ".join(f"{name} {report[name]:.3f} against {report[f'majority_{name}']:.3f}" for name in worse)
-    return f"Always predicting the more frequent class is at least as good: {figures}. Train longer." if worse else ""
 
 
 def main(text: str) -> None:
@@ -102,5 +94,3 @@ def main(text: str) -> None:
     with init(config.backend) as world:
         report, result = train_mrpc(config, world)
         finish("mrpc", report, REPORTED, result, config)
-        if message := remark(report):
-            world.print(message)
