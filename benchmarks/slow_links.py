@@ -8,7 +8,8 @@ Two network namespaces are the hosts, with one rank each. The link between them 
               steps, as they are or compressed
 
 DDP's loss does not depend on the link, so it comes from a run over a fast cable. DDP's time per step is measured in a
-few steps on the slow link, and its total time is computed from that. All other times include every step.
+few steps on the slow link, and its total time is computed from that. All other times include every step and the last
+average. The machine needs two idle cores, because a load that changes between runs distorts the speedups.
 
 With ``--rounds``, every variant is trained once with each seed. The table has medians over the rounds.
 """
@@ -41,7 +42,7 @@ from rich.table import Table
 from harness import parser_of
 from namespaces import CABLE, Host, two_hosts
 from paceline.core.host import cores
-from planner import busy_seconds, own_seconds
+from planner import MOST_OTHERS, busy_seconds, own_seconds
 from slow_link import MBIT, ROUND_TRIP_S, SLOW, SlowLink, has_netem
 
 SCRIPT = Path(__file__).with_name("slow_link_training.py")
@@ -196,6 +197,8 @@ def main() -> None:
         row = {"date": today, "steps": steps, "method": "DiLoCo" if options else "DDP"} | options
         rows.append(row | {key: median(run[key] for run in runs) for key, _ in COLUMNS.values()})
     Console(width=140).print(table_of(rows, steps, arguments.rounds))
+    if (load := max(row["other_load"] for row in rows)) > MOST_OTHERS:
+        print(f"Other programs kept up to {load:.1f} cores busy, so the times and speedups above mean little.")
     if arguments.csv:
         with open(arguments.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[-1]))
