@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 import paceline
-from paceline import optim
 from paceline.data import DataLoader
+from paceline.optim import DiLoCo
 from paceline.tools.recipes.configs import LmConfig
 from paceline.tools.recipes.lm import GPT, loss, optimizer_for
 from paceline.train import lr_factor
@@ -72,21 +72,22 @@ def train(steps: int, config: LmConfig, diloco: dict[str, Any]) -> dict[str, flo
     """Train for `steps` of the recipe's steps; return the seconds and the bytes sent per step, and the held-out loss.
 
     Args:
-        diloco: options of DiLoCo, and the learning rate ``lr`` of its outer optimizer; empty for DDP.
+        diloco: options of DiLoCo, and the learning rate ``outer_lr`` of its outer optimizer; empty for DDP.
     """
     corpus = config.corpus()
     with paceline.set_seed(config.seed):
         net = GPT(corpus.tokenizer.size, config.context, config.width, config.layers, config.heads)
-    model: nn.Module = net
     inner = optimizer_for(net, config.lr)
-    schedule = partial(lr_factor, warmup_steps=config.warmup_steps, decay="linear", total_steps=config.max_steps)
+    warmup_steps = min(config.warmup_steps, (config.max_steps or 0) // 8)  # fewer than the recipe's in a quick run
+    schedule = partial(lr_factor, warmup_steps=warmup_steps, decay="linear", total_steps=config.max_steps)
     scheduler = LambdaLR(inner, schedule)
+    model: nn.Module = net
     optimizer: torch.optim.Optimizer = inner
     if not diloco:
         model = paceline.DistributedDataParallel(net)
     else:
-        outer = torch.optim.SGD(net.parameters(), lr=diloco.pop("lr"), momentum=0.9, nesterov=True)
-        optimizer = optim.DiLoCo(model, inner, outer, **diloco)
+        outer = torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, lr=diloco.pop("outer_lr"))
+        optimizer = DiLoCo(net, inner, outer, **diloco)  # with the plain module, each rank is an island
     loader = DataLoader(corpus.training, config.batch_size, shuffle=True, seed=config.seed)
     batches = chain.from_iterable(repeat(loader))
     skipped = 0 if diloco else SKIPPED
@@ -99,6 +100,8 @@ def train(steps: int, config: LmConfig, diloco: dict[str, Any]) -> dict[str, flo
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+    if isinstance(optimizer, DiLoCo):
+        optimizer.sync()
     dist.barrier()  # so that the slower rank counts
     timed = steps - skipped
     return {
@@ -111,7 +114,7 @@ def train(steps: int, config: LmConfig, diloco: dict[str, Any]) -> dict[str, flo
 
 @torch.no_grad()
 def held_out(net: nn.Module, windows: Dataset[Any], batch_size: int) -> float:
-    """Return the mean loss over the held-out text; each rank reads a share of it with its own weights."""
+    """Return the mean loss over the held-out text, of which each rank reads a share."""
     sums = torch.zeros(2, dtype=torch.float64, device="cpu")
     for batch in DataLoader(windows, 4 * batch_size):
         total, count = loss(net, batch)

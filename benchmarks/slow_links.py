@@ -8,7 +8,8 @@ Two network namespaces are the hosts, with one rank each. The link between them 
               steps, as they are or compressed
 
 DDP's loss does not depend on the link, so it comes from a run over a fast cable. DDP's time per step is measured in a
-few steps on the slow link, and its total time is computed from that. All other times include every step.
+few steps on the slow link, and its total time is computed from that. All other times include every step and the last
+average. The machine needs two idle cores, because a load that changes between runs distorts the speedups.
 
 With ``--rounds``, every variant is trained once with each seed. The table has medians over the rounds.
 """
@@ -19,6 +20,7 @@ import csv
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,16 +41,17 @@ from rich.table import Table
 
 from harness import parser_of
 from namespaces import CABLE, Host, two_hosts
-from paceline import optim
 from paceline.core.host import cores
-from planner import busy_seconds, own_seconds
+from planner import MOST_OTHERS, busy_seconds, own_seconds
 from slow_link import MBIT, ROUND_TRIP_S, SLOW, SlowLink, has_netem
 
 SCRIPT = Path(__file__).with_name("slow_link_training.py")
 STEPS, QUICK_STEPS, DDP_STEPS = 1024, 128, 20
 """Steps of a training, of a training with ``--quick``, and of DDP on the slow link."""
-LONGEST_DELAY = 4
-"""Steps that a fragment may travel: at least as long as 5 MB need on the link."""
+LONGEST_DELAY = 8
+"""Steps that a fragment may travel. The largest, a table of the embeddings, has 8 MB, which need 0.7 s on the link."""
+ALPHA = 0.5
+"""Share of the local weights in the merge with a fragment that was delayed, as in streaming DiLoCo's paper."""
 
 
 Options = dict[str, Any]
@@ -112,13 +115,13 @@ class Job:
             return result
 
 
-def variants(every: Sequence[int], fragments: Sequence[int], compress: Sequence[str]) -> list[Options]:
-    """Return DDP, and DiLoCo with every combination of options."""
+def variants(every: Sequence[int], fragments: Sequence[int], compress: Sequence[str], lr: float) -> list[Options]:
+    """Return DDP, and DiLoCo with every combination of options and an outer learning rate of `lr`."""
     made: list[Options] = [{}]
     for steps, parts, method in product(every, fragments, compress):
         delay = min(LONGEST_DELAY, steps // parts // 2) if parts > 1 else 0
-        options = {"sync_every": steps, "fragments": parts, "delay": delay}
-        made.append(options | {"compress": None if method == "none" else method})
+        options: Options = {"sync_every": steps, "fragments": parts, "delay": delay, "alpha": ALPHA if delay else 0.0}
+        made.append(options | {"compress": None if method == "none" else method, "outer_lr": lr})
     return made
 
 
@@ -160,21 +163,22 @@ def main() -> None:
     parser.add_argument("--every", type=int, nargs="+", metavar="H", help="steps between averages; default 8 32 128")
     parser.add_argument("--fragments", type=int, nargs="+", metavar="F", help="default 1 4")
     parser.add_argument("--compress", nargs="+", metavar="METHOD", help="default none fp16 int8")
+    parser.add_argument("--outer-lr", type=float, default=0.7, help="learning rate of DiLoCo's outer SGD; default 0.7")
     parser.add_argument("--csv", metavar="FILE", help="write the table's numbers")
     arguments = parser.parse_args()
     quick = arguments.quick
     steps = arguments.steps or (QUICK_STEPS if quick else STEPS)
-    every = arguments.every or ([32] if quick else [8, 32, 128])
     made = variants(
-        every, arguments.fragments or [1, 4], arguments.compress or (["none"] if quick else ["none", "fp16", "int8"])
+        arguments.every or ([32] if quick else [8, 32, 128]),
+        arguments.fragments or [1, 4],
+        arguments.compress or (["none", "int8"] if quick else ["none", "fp16", "int8"]),
+        arguments.outer_lr,
     )
     if os.geteuid():
         parser.error("creating network namespaces needs root; run it as root")
-    if not hasattr(optim, "DiLoCo"):
-        print("this version of Paceline has no DiLoCo: DDP only")
-        made = made[:1]
     today = date.today().isoformat()
     print(f"{today}: {platform.machine()}, {cores()} cores, 1 thread a rank, torch {torch.__version__}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no namespace stays behind
     with two_hosts() as hosts, SlowLink(hosts) as link:
         congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
         netem = "has netem, which is not used" if has_netem() else "has no netem"
@@ -193,6 +197,8 @@ def main() -> None:
         row = {"date": today, "steps": steps, "method": "DiLoCo" if options else "DDP"} | options
         rows.append(row | {key: median(run[key] for run in runs) for key, _ in COLUMNS.values()})
     Console(width=140).print(table_of(rows, steps, arguments.rounds))
+    if (load := max(row["other_load"] for row in rows)) > MOST_OTHERS:
+        print(f"Other programs kept up to {load:.1f} cores busy, so the times and speedups above mean little.")
     if arguments.csv:
         with open(arguments.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[-1]))
