@@ -65,7 +65,7 @@ _NAMES = {
     "core.step_progress": "BEFORE RESCUE RESTARTS SPARE STEPS StepRecord job_folder key_of record_path records_in",
     "core.stores": "is_one_host path_of=stores_path_of",
     "core.torch_distributed": "get_default_store get_known_groups is_sharded whole_of",
-    "core.torch_elastic": "OPTIMIZERS_NEED starting_ranks_with",
+    "core.torch_elastic": "OPTIMIZERS_NEED leave_together starting_ranks_with",
     "core.torch_internals": "GraphTask queue_callback",
     "core.unwrapping": "AveragingWrapper",
     "core.virtual_ranks": "seed_of_slice",

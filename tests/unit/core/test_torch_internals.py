@@ -13,6 +13,7 @@ import os
 import pkgutil
 import re
 import signal
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,12 +22,14 @@ from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.optim import SGD
@@ -754,6 +757,37 @@ def _() -> None:
     assert "signal.signal(sig, _terminate_process_handler)" in inspect.getsource(torch_elastic.api.PContext.start)
     with pytest.raises(torch_elastic.api.SignalException):
         torch_elastic.api._terminate_process_handler(signal.SIGTERM, None)
+
+
+@contract("torch.distributed.elastic.utils.store.barrier")
+def _() -> None:
+    assert "store_util.barrier(" in inspect.getsource(SimpleElasticAgent._exit_barrier)
+
+    class Late(dist.PrefixStore):
+        """A store whose client is slow to see the end of the barrier."""
+
+        may_see = threading.Event()
+
+        def wait(self, keys: Any, *_: Any) -> None:
+            self.may_see.wait(30)
+            super().wait(keys)
+
+    store, together = dist.HashStore(), torch_elastic.store_util
+    with mock.patch.object(together, "barrier", together.barrier):
+        torch_elastic.leave_together(30)
+        host, late = (
+            threading.Thread(target=together.barrier, args=(each, 2, "end"))
+            for each in (dist.PrefixStore("", store), Late("", store))
+        )
+        late.start()
+        host.start()
+        host.join(0.5)
+        assert host.is_alive(), "the host of the store has left before the other has passed the barrier"
+        Late.may_see.set()
+        host.join(30)
+        late.join(30)
+    assert not host.is_alive()
+    assert not late.is_alive()
 
 
 @contract("Optimizer._opt_called")
