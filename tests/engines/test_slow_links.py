@@ -1,4 +1,4 @@
-"""DiLoCo between two hosts whose link is cut: the islands wait, or lose each other, as chosen."""
+"""DiLoCo between two hosts whose link is cut: the islands wait, raise an error, or continue alone."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def times(folder: Path, rank: int) -> list[float]:
     return [float(line.split()[1]) for line in (folder / f"steps-{rank}").read_text().splitlines()]
 
 
-def test_islands_train_on_while_the_link_is_cut_then_wait_and_lose_nothing(link: SlowLink, tmp_path: Path) -> None:
+def test_islands_train_while_the_link_is_cut_then_wait_and_end_with_the_same_bits(
+    link: SlowLink, tmp_path: Path
+) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder, seconds in ((whole, 0), (cut, 30)):
         ends = train(link, folder, seconds, "110", "raise", "60")
@@ -106,10 +108,10 @@ def test_lost_island_is_named_on_every_rank_and_ends_the_job(link: SlowLink, tmp
         assert lost in stderr
 
 
-def test_each_island_goes_on_alone_if_so_chosen(link: SlowLink, tmp_path: Path) -> None:
+def test_each_island_continues_alone_after_a_cut_if_configured(link: SlowLink, tmp_path: Path) -> None:
     folder = tmp_path / "cut"
     ends = train(link, folder, 20, "5", "continue", "60")
     for number, (_, stderr) in enumerate(ends):
-        assert f"from now on, island {number} goes on alone" in stderr
+        assert f"island {number} continues alone" in stderr
     first, second, third, fourth = weights(folder)
     assert first == second != third == fourth

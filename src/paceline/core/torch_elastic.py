@@ -1,4 +1,4 @@
-"""Mends torchelastic's launcher, and replaces its way of starting ranks; names a slow module that most ranks import."""
+"""Patches torchelastic's launcher and how it starts ranks, and names a slow module that most ranks import."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def ignore_echoes(seconds: float) -> None:
 
 
 def leave_together(seconds: float) -> None:
-    """Make the launcher that holds the store leave it last, `seconds` at most after the barrier at the end of the job.
+    """Keep the launcher that holds the store until the others have left the last barrier, for at most `seconds`.
 
-    Otherwise the other launchers may find the connection closed while they wait for the same barrier.
+    Otherwise, its connection may close while other launchers still wait in that barrier.
     """
     wait = store_util.barrier
 
     def barrier(store: Store, world_size: int, key_prefix: str, barrier_timeout: float = 300, **trace: Any) -> None:
         wait(store, world_size, key_prefix, barrier_timeout, **trace)
-        with suppress(DistError):  # all have passed the first barrier
+        with suppress(DistError):  # all launchers have reached the first barrier, so the job's result is known
             wait(store, world_size, f"{key_prefix}/passed", min(seconds, barrier_timeout))
 
     store_util.barrier = barrier  # type: ignore[assignment]

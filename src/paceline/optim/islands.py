@@ -1,7 +1,7 @@
-"""Islands: groups of ranks that average gradients in every step, and average with each other only now and then.
+"""Islands: groups of ranks that average gradients in every step, and average with each other every H steps.
 
     island 0: ranks 0, 1, 2, 3 ──┐ rank 0
-                                 ├── outer steps, every H inner steps, over the slow links
+                                 ├── outer steps over the slow links, every H inner steps
     island 1: ranks 4, 5, 6, 7 ──┘ rank 4
 
 The first rank of each island, its leader, exchanges messages with the other leaders and broadcasts their mean inside
@@ -41,24 +41,24 @@ class Message:
     payload: Tensor
     """The encoded numbers; empty on ranks that do not lead their island."""
     received: list[Tensor] = field(default_factory=list)
-    """On a leader, once the exchange has begun: the sum of all payloads, or all compressed payloads."""
+    """On a leader, once the exchange has begun: the sum of all payloads, or each payload."""
     work: Any = None
 
 
 class Islands:
-    """The islands of a job, one of which contains this rank. Create it on all ranks.
+    """All islands of a job, including this rank's. Create it on all ranks.
 
     Args:
-        model: a wrapper, whose process group is an island, or a plain module, which makes each rank an island. Its
-            parameters and buffers become those of rank 0.
+        model: a wrapper, whose process group is an island, or a plain module, which makes each rank an island. All
+            ranks get the parameters and buffers of rank 0.
         compress: format of messages; None for float32.
-        on_lost_island: what to do if an exchange fails: raise an error, or go on without the other islands.
-        timeout: longest time of an exchange, in seconds; by default, the timeout of the job.
+        on_lost_island: what to do if an exchange fails: raise an error, or continue without the other islands.
+        timeout: timeout of an exchange, in seconds; by default, the timeout of the job.
         settings: settings that must be equal on all ranks.
 
     Raises:
-        UsageError: if the islands have different sizes or overlap, or there is only one although there are several
-            ranks, or settings differ.
+        UsageError: if the islands have different sizes or overlap, if all ranks of a larger job are one island, or if
+            settings differ.
         ReplicaMismatch: if the models have different parameters.
     """
 
@@ -84,9 +84,9 @@ class Islands:
         self.bytes_on_wire = 0
         """Bytes that this rank has sent to other islands, assuming collectives that move as little as possible."""
         self.goes_on = on_lost_island == "continue"
-        """Whether this island goes on alone if an exchange fails."""
+        """Whether this island continues alone if an exchange fails."""
         self.exposed_seconds = 0.0
-        """Time that this rank has spent waiting for messages of other islands."""
+        """Time that this rank has spent waiting for messages from other islands."""
         self._inside = group if len(ranks) > 1 else None
         self._compress = compress
         self._between: dist.ProcessGroup | None = None
@@ -95,11 +95,6 @@ class Islands:
             limit = None if timeout is None else timedelta(seconds=timeout)
             self._between = dist.new_group(self._leaders, timeout=limit)
             self._begin_equal(_replicated(model).values())
-
-    @property
-    def size(self) -> int:
-        """Number of islands that still average with this one, including itself."""
-        return 1 if self._between is None else len(self.members)
 
     def encode(self, numbers: Tensor) -> Tensor:
         """Return flat `numbers` in the format of messages."""
@@ -112,18 +107,18 @@ class Islands:
 
     def decode(self, payload: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Return the `count` numbers that were encoded."""
-        if self._compress != "int8":
+        if payload.dtype != torch.uint8:
             return payload.to(dtype)
         _, chunks, chunk = low_precision.shards_of(payload.new_empty(count), 1).shape
         codes = low_precision.split(payload[None], torch.Size([1, chunks, chunk]))
         return low_precision.decode(*codes, dtype).view(-1)[:count]
 
     def send(self, message: Message) -> None:
-        """Begin to exchange `message`, in the background."""
+        """Begin to exchange `message`, in the background. Narrow dtypes are collected, so that sums are in float32."""
         if self._between is None or not self.is_leader:
             return
         size, payload = len(self.members), message.payload
-        if self._compress is None:
+        if payload.dtype in (torch.float32, torch.float64):
             message.received = [payload.clone()]
             message.work = dist.all_reduce(message.received[0], group=self._between, async_op=True)
             self.bytes_on_wire += 2 * (size - 1) * payload.nbytes // size
@@ -132,14 +127,15 @@ class Islands:
             message.work = dist.all_gather(message.received, payload, group=self._between, async_op=True)
             self.bytes_on_wire += (size - 1) * payload.nbytes
 
-    def receive(self, message: Message, count: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Wait for the exchange, and return the mean of all islands' `count` numbers; None if an island was lost.
+    def receive(self, message: Message, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Wait for the exchange, and return the mean of `count` numbers over the islands; if it fails, this island's.
 
         Raises:
-            CommunicationError: on every rank of the island, if the exchange has failed.
+            CommunicationError: on every rank of the island, if the exchange has failed and the island must not
+                continue alone.
         """
         mean, problem, began = None, None, time.perf_counter()
-        with recorder.span(OUTER_STEP, group=OUTER_STEP):  # of all ranks
+        with recorder.span(OUTER_STEP, group=OUTER_STEP):
             if self.is_leader:
                 try:
                     mean = self._mean(message, count, dtype)
@@ -155,22 +151,22 @@ class Islands:
         self.exposed_seconds += time.perf_counter() - began
         if mean is None:
             self._lose(problem)
+            message.work = None
+            return self.receive(message, count, dtype, device)
         return mean
 
     def _mean(self, message: Message, count: int, dtype: torch.dtype) -> Tensor:
         if message.work is None:
             return self.decode(message.payload, count, dtype)
         message.work.wait()
-        if self._compress is None:
-            return message.received[0].div_(len(self.members))
-        # In rank order, so that all islands have the same bits.
+        # In rank order, so that all islands get the same bits.
         mean = self.decode(message.received[0], count, dtype)
         for payload in message.received[1:]:
             mean += self.decode(payload, count, dtype)
         return mean.div_(len(self.members))
 
     def _lose(self, problem: BaseException | None) -> None:
-        """Continue without the other islands, or raise an error that names the lost ones."""
+        """Continue without the other islands, or raise an error that names the lost islands."""
         mine, others = self.number, [number for number in range(len(self.members)) if number != self.number]
         reason = "its leader reports it" if problem is None else reason_of(problem)
         if len(others) > 1 and problem is not None:  # the store knows which leaders have joined the exchange
@@ -181,21 +177,18 @@ class Islands:
         what = f"rank {self._world.rank}: the outer step of island {mine} with {lost} failed ({reason})"
         if not self.goes_on:
             raise CommunicationError(
-                f"{what}; see the errors of that island, and check the link to it; if the link is only slow, raise "
-                "timeout=…, or let each island go on alone with on_lost_island='continue'"
+                f"{what}; see the errors of that island, and check the link to it; if the link is only slow, increase "
+                "timeout=…, or let each island continue alone with on_lost_island='continue'"
             ).because_of(ranks)
         self._between = None
-        logger.warning("%s; from now on, island %d goes on alone", what, mine)
+        logger.warning("%s; island %d continues alone", what, mine)
 
     def mean_of(self, tensors: Iterable[Tensor]) -> None:
-        """Replace floating-point `tensors` by their means over the islands, uncompressed."""
+        """Replace floating-point `tensors` with their means over the islands, without compression."""
         for flat, parts in _flattened(tensors):
-            total = flat.clone()
-            if self._between is not None and self.is_leader:
-                dist.all_reduce(total, group=self._between)
-            if self._inside is not None:
-                dist.broadcast(total, self._leaders[self.number], group=self._inside)
-            _write(total.div_(self.size), parts)
+            message = Message(flat)
+            self.send(message)
+            _write(self.receive(message, flat.numel(), flat.dtype, flat.device), parts)
 
     def _begin_equal(self, tensors: Iterable[Tensor]) -> None:
         with called_by_all("the constructor of the optimizer"):
@@ -230,22 +223,25 @@ def _check_settings(reports: Sequence[Mapping[str, Any]]) -> None:
     for rank, report in enumerate(reports):
         for name, value in first["settings"].items():
             if (other := report["settings"].get(name)) != value:
-                raise UsageError(f"rank {rank} has {name}={other!r}, but rank 0 has {name}={value!r}; give the same")
+                raise UsageError(
+                    f"rank {rank} has {name}={other!r}, but rank 0 has {name}={value!r}; give the same value"
+                )
         for mine, theirs in zip(report["layout"], first["layout"], strict=False):
             if mine != theirs:
                 raise ReplicaMismatch(
-                    f"rank {rank} has {mine[0]!r} of shape {tuple(mine[1])} and dtype {mine[2]}, where rank 0 has "
-                    f"{theirs[0]!r} of shape {tuple(theirs[1])} and dtype {theirs[2]}; build the same model everywhere"
+                    f"rank {rank} has {mine[0]!r} of shape {tuple(mine[1])} and dtype {mine[2]}, but rank 0 has "
+                    f"{theirs[0]!r} of shape {tuple(theirs[1])} and dtype {theirs[2]}; build the same model on every "
+                    "rank"
                 )
         if len(report["layout"]) != len(first["layout"]):
             raise ReplicaMismatch(
-                f"rank {rank} has a model of {len(report['layout'])} tensors, but rank 0 has {len(first['layout'])}; "
-                "build the same model everywhere"
+                f"the model has {len(report['layout'])} tensors on rank {rank} but {len(first['layout'])} on rank 0; "
+                "build the same model on every rank"
             )
 
 
 def _islands(reports: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the ranks of each island, in order of their first ranks."""
+    """Return the ranks of each island, ordered by first rank."""
     islands = [list(ranks) for ranks in sorted({tuple(report["ranks"]) for report in reports})]
     if len({rank for island in islands for rank in island}) != sum(map(len, islands)):
         raise UsageError(f"the islands {islands} overlap; give the wrapper of each rank one dimension of the same mesh")
@@ -253,8 +249,8 @@ def _islands(reports: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         raise UsageError(f"the islands {islands} have different sizes; give each island the same number of ranks")
     if len(islands) == 1 and len(reports) > 1:
         raise UsageError(
-            f"the model averages over all {len(reports)} ranks in every step, so no ranks are left to average with "
-            "every H steps; wrap it over an island, DistributedDataParallel(net, device_mesh=mesh['inside']), or give "
+            f"the model averages over all {len(reports)} ranks in every step, so there is no other island to average "
+            "with; wrap the model over an island, DistributedDataParallel(net, device_mesh=mesh['inside']), or pass "
             "the plain module to make each rank an island"
         )
     return islands

@@ -1,10 +1,10 @@
-"""Optimizers for slow networks: inner steps are local to an island, and islands average every `sync_every` steps.
+"""Optimizers for slow networks: steps are local to an island of ranks, and islands average every `sync_every` steps.
 
     inner step  1 … S−d        S−d+1 … S             (S = sync_every / fragments, d = delay)
                      │              │
                      send fragment  receive the mean, take the outer step, merge
 
-Decision 0062 explains the design; docs/slow-networks.md explains the use.
+Decision 0062 explains the design. docs/slow-networks.md is the user guide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.errors import CheckpointMismatch, UsageError
 from paceline.optim.islands import Compression, Islands, Lost, Message
 
 _LOCAL = "local"
-"""Key of this module's part of a state dict; the rest is the inner optimizer's state dict."""
+"""Key that this module adds to the inner optimizer's state dict."""
 _CANNOT_BE_INNER = {"ShardedOptimizer", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "IslandOptimizer"}
 
 
@@ -33,7 +33,7 @@ class IslandOptimizer(Optimizer):
     """Base of LocalSGD and DiLoCo: takes inner steps, and exchanges one fragment after another."""
 
     state_is_per_rank = True
-    """Tells a Checkpointer that each rank has its own state."""
+    """Whether a Checkpointer saves the state of each rank."""
     _step_supports_amp_scaling = True  # so that a GradScaler calls step() even if this island skips an inner step
 
     def __init__(
@@ -57,13 +57,13 @@ class IslandOptimizer(Optimizer):
         self.islands = Islands(model, settings["compress"], on_lost_island, timeout, {"class": kind, **settings})
         self._settings["ranks of an island"] = len(self.islands.members[0])
         self._message: Message | None = None
-        """The message of the current fragment, from its send to its receipt."""
+        """The current fragment's message while it is in flight."""
         self._residuals: list[Tensor | None] = [None] * len(self._fragments)
-        """What compression has left out of each fragment's messages so far; on leaders."""
+        """Accumulated compression error of each fragment, on leaders."""
         self._steps = self._local = self._rounds = 0
-        """Inner steps; inner steps since the last receipt; received messages."""
+        """Numbers of inner steps, of inner steps since the last outer step, and of outer steps."""
         self._received_at = [0] * len(self._fragments)
-        """Number of inner steps at each fragment's last receipt."""
+        """Number of inner steps at each fragment's last outer step."""
         self._synced_at = -1
         """Number of inner steps at the last sync()."""
         self._is_stepping = False
@@ -76,20 +76,20 @@ class IslandOptimizer(Optimizer):
         if not self._is_stepping:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() was called, but this optimizer belongs to a {type(self).__name__}, "
-                f"which counts its steps; call step() of the {type(self).__name__}"
+                f"which counts its steps; call step() on the {type(self).__name__} instead"
             )
 
     @property
     def is_apart(self) -> bool:
-        """Whether the island has taken inner steps since its last exchange."""
+        """Whether the island has taken inner steps since the last outer step."""
         return self._local > 0
 
     @never_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take an inner step, and after every ``sync_every / fragments`` of them an outer step for one fragment.
+        """Take an inner step. After every ``sync_every / fragments`` inner steps, also take one fragment's outer step.
 
         Raises:
-            CommunicationError: if another island does not answer in time; names the island.
+            CommunicationError: if another island does not answer within the timeout. The message names the island.
         """
         if self._message is not None and self._message.work is None:
             self.islands.send(self._message)  # after a resume
@@ -107,7 +107,7 @@ class IslandOptimizer(Optimizer):
         return loss
 
     def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
-        # Set by a GradScaler, whose skipped steps count as inner steps, so that all islands count the same.
+        # A GradScaler sets these attributes. Steps that it skips count, so that all islands count the same steps.
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and found_inf.item():
             return None
@@ -120,13 +120,13 @@ class IslandOptimizer(Optimizer):
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Average now, so that all islands have the same weights, for example at the end of the training.
+        """Average now, so that all islands have the same weights, for example at the end of training.
 
-        Call it on all ranks, after the same number of steps. It also averages floating-point buffers. The next round
-        begins with the next step; a second call before that step averages only buffers.
+        Call it on all ranks after the same number of steps. It also averages floating-point buffers. The next step
+        begins a new round of ``sync_every`` steps. A second call before that step averages only buffers.
 
         Raises:
-            CommunicationError: if another island does not answer in time; names the island.
+            CommunicationError: if another island does not answer within the timeout. The message names the island.
         """
         if self._synced_at != self._steps:
             self._sync_parameters()
@@ -169,13 +169,12 @@ class IslandOptimizer(Optimizer):
         fragment = self._fragments[number]
         count, like = sum(parameter.numel() for parameter in fragment), fragment[0]
         mean = self.islands.receive(self._message, count, _wide(fragment), like.device)
-        if mean is not None:  # otherwise, an island was lost, and the fragment stays local in this round
-            self._apply(fragment, views_of(mean, fragment))
+        self._apply(fragment, views_of(mean, fragment))
         self._message, self._local, self._rounds = None, 0, self._rounds + 1
         self._received_at[number] = self._steps
 
     def _numbers(self, fragment: list[nn.Parameter]) -> Tensor:
-        """Return the flat numbers of which the islands need the mean."""
+        """Return the flat numbers that are averaged over the islands."""
         raise NotImplementedError
 
     def _apply(self, fragment: list[nn.Parameter], means: list[Tensor]) -> None:
@@ -185,22 +184,23 @@ class IslandOptimizer(Optimizer):
         """Set the parameters to the weights that all islands share, if the optimizer keeps them."""
 
     def replace_lost(self) -> None:
-        """Continue as a new island, after another island's state was loaded, from the weights that all islands share.
+        """Continue as a new island after loading the state of another one, from the weights that all islands share.
 
-        The state of the inner optimizer, and a message that was under way, are those of the other island.
+        Keeps the other island's inner optimizer state, and its message if one was in flight.
         """
         self.use_outer_weights()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse new parameters, because the fragments are cut once."""
+        """Refuse new parameters, because the fragments are fixed when the optimizer is created."""
         if self._is_made:
             raise UsageError(
-                f"a {type(self).__name__} cannot get new parameters; add the group to the inner optimizer before"
+                f"parameters cannot be added to a {type(self).__name__}; add the group to the inner optimizer before "
+                f"creating the {type(self).__name__}"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that this rank needs to continue at this inner step, including its local parameters."""
+        """Return everything that this rank needs to resume at this inner step, including its local parameters."""
         local = {
             "settings": self._settings,
             "counts": [self._steps, self._local, self._rounds, self._synced_at, self._received_at],
@@ -213,10 +213,10 @@ class IslandOptimizer(Optimizer):
         return {**self._inner.state_dict(), _LOCAL: local}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state of another kind of optimizer, or with other settings."""
+        """Refuse a state from another kind of optimizer or with different settings."""
         kind = type(self).__name__
         if _LOCAL not in state:
-            raise CheckpointMismatch(f"the state is not that of a {kind}; resume with the optimizer that was saved")
+            raise CheckpointMismatch(f"the state was not saved by a {kind}; resume with the optimizer that was saved")
         for name, value in self._settings.items():
             if (saved := state[_LOCAL]["settings"].get(name)) != value:
                 raise CheckpointMismatch(
@@ -225,10 +225,10 @@ class IslandOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the state of one rank; all ranks must load states of the same step.
+        """Load the state of one rank. All ranks must load states of the same step.
 
         Raises:
-            CheckpointMismatch: if the state is of another kind of optimizer, or has other settings.
+            CheckpointMismatch: if the state is from another kind of optimizer or has different settings.
         """
         self.check_state_dict(state_dict)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key != _LOCAL})
@@ -253,11 +253,11 @@ class IslandOptimizer(Optimizer):
         pass
 
     def __getstate__(self) -> dict[str, Any]:
-        raise UsageError(f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state")
+        raise UsageError(f"a {type(self).__name__} cannot be copied or pickled; create a new one and load the state")
 
 
 class LocalSGD(IslandOptimizer):
-    """Averages the parameters of all islands every `sync_every` steps of `optimizer` (Stich, arXiv 1805.09767).
+    """Averages the parameters over all islands every `sync_every` steps of `optimizer` (Stich, arXiv 1805.09767).
 
     An island is the process group of the wrapper `model`. In a job of two hosts with four GPUs each::
 
@@ -266,16 +266,16 @@ class LocalSGD(IslandOptimizer):
         optimizer = paceline.optim.LocalSGD(model, torch.optim.SGD(net.parameters(), lr=0.1), sync_every=32)
 
     With a plain module instead of a wrapper, each rank is an island. All ranks begin with the parameters and buffers of
-    rank 0. The optimizer's state is never averaged. A Checkpointer saves the state of every rank, so a resume at any
-    step continues with the same bits.
+    rank 0. Optimizer state is never averaged. A Checkpointer saves the state of every rank, so a run that resumes at
+    any step has the same bits as a run without a stop.
 
     Args:
         model: a wrapper, or a plain module.
         optimizer: an optimizer of all parameters of the model.
-        sync_every: H, the number of steps from one average to the next.
-        on_lost_island: what to do if the other islands do not answer: ``"raise"`` an error that names them, or
-            ``"continue"`` without them.
-        timeout: longest time of an exchange with other islands, in seconds; by default, the timeout of the job.
+        sync_every: H, the number of steps between averages.
+        on_lost_island: what to do if other islands do not answer: ``"raise"`` an error that names them, or
+            ``"continue"`` as the only island.
+        timeout: timeout of an exchange with other islands, in seconds; by default, the timeout of the job.
 
     Raises:
         UsageError: if an argument is invalid, or islands have different sizes.
@@ -302,30 +302,29 @@ class LocalSGD(IslandOptimizer):
 
 
 class DiLoCo(IslandOptimizer):
-    """Takes an `outer` step with the mean change of all islands, every `sync_every` steps of `inner`.
+    """Takes a step of `outer` with the mean change of the parameters, every `sync_every` steps of `inner`.
 
-    DiLoCo (Douillard et al., arXiv 2311.08105) and, with fragments, streaming DiLoCo (arXiv 2501.18512). The names of
-    arguments are those of the papers and of torchft. ::
+    Implements DiLoCo (Douillard et al., arXiv 2311.08105) and, with fragments, streaming DiLoCo (arXiv 2501.18512). ::
 
         inner = torch.optim.AdamW(net.parameters(), lr=4e-4)
         outer = torch.optim.SGD(net.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         optimizer = paceline.optim.DiLoCo(model, inner, outer, sync_every=32)
 
     The outer gradient of a parameter is its value at the fragment's last outer step minus its current value, averaged
-    over the islands. Islands, checkpoints and lost islands are as in :class:`LocalSGD`. This class keeps a copy of the
-    parameters, which `outer` trains from then on, and the state of `outer`; with `compress`, also the errors of the
-    compression.
+    over the islands. Islands and checkpoints work as in :class:`LocalSGD`. In addition to the inner optimizer's state,
+    DiLoCo keeps a copy of the parameters, which `outer` updates, the state of `outer`, and compression errors.
 
     Args:
         model: a wrapper, or a plain module.
         inner: an optimizer of all parameters of the model.
         outer: a new optimizer of the same parameters.
-        sync_every: H, the number of inner steps between two outer steps of the same parameter.
-        fragments: number of parts, of about equal size, that take turns, one every ``sync_every / fragments`` steps.
-        delay: number of inner steps during which a fragment's message travels in the background; fewer than
+        sync_every: H, the number of inner steps between outer steps of the same parameter.
+        fragments: number of parts of about equal size, one of which takes its outer step every
+            ``sync_every / fragments`` inner steps.
+        delay: number of inner steps that overlap with the exchange of a fragment; less than
             ``sync_every / fragments``.
-        alpha: weight of the local parameters when they are merged with the result of the outer step; 0 drops them.
-        compress: sends ``"fp16"`` or ``"int8"`` instead of float32, and adds the error to the next message.
+        alpha: weight of the local parameters in the merge with the result of the outer step; 0 drops them.
+        compress: send ``"fp16"`` or ``"int8"`` instead of float32, and add the error to the next message.
         on_lost_island: as in :class:`LocalSGD`.
         timeout: as in :class:`LocalSGD`.
 
@@ -357,8 +356,8 @@ class DiLoCo(IslandOptimizer):
             "compress": compress,
         }
         super().__init__(model, inner, settings, on_lost_island, timeout)
-        # Copied after the constructor above has made the islands equal, in at least float32, because outer steps of
-        # bf16 parameters would be lost in rounding.
+        # Copied after the base class has made the islands equal, and in at least float32, because small outer steps
+        # would be rounded away in bf16.
         self._outer_weights = {
             parameter: parameter.detach().to(_wide([parameter]), copy=True)
             for fragment in self._fragments
@@ -369,7 +368,7 @@ class DiLoCo(IslandOptimizer):
         outer.register_step_pre_hook(self._refuse_direct_step)
 
     def _numbers(self, fragment: list[nn.Parameter]) -> Tensor:
-        # In the parameters' dtype first, so that unchanged parameters have a change of zero.
+        # Cast to the parameters' dtype first, so that the change of an unchanged parameter is zero.
         changes = _flat([self._outer_weights[parameter].to(parameter.dtype) for parameter in fragment], _wide(fragment))
         for change, parameter in zip(views_of(changes, fragment), fragment, strict=True):
             change.sub_(parameter)
@@ -393,9 +392,9 @@ class DiLoCo(IslandOptimizer):
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Use the outer weights, which are equal on all islands, inside the block; to evaluate them, for example."""
+        """Use the outer weights, which are equal on all islands, inside the block, for example in an evaluation."""
         local = {parameter: parameter.data for parameter in self._outer_weights}
-        # Without copies, which would look as if the parameters had changed since the last step.
+        # Through .data, because a copy would count as a change of the parameters since the last step.
         for parameter, weights in self._outer_weights.items():
             parameter.data = weights.to(parameter.dtype)
         try:
@@ -419,7 +418,7 @@ def _wide(tensors: list[Any]) -> torch.dtype:
 
 
 def _flat(tensors: list[Any], dtype: torch.dtype) -> Tensor:
-    """Return a flat copy, in the memory order of the tensors."""
+    """Return a flat copy of `tensors`, each in its memory order."""
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
     for view, tensor in zip(views_of(flat, tensors), tensors, strict=True):
         view.copy_(tensor)
@@ -427,7 +426,7 @@ def _flat(tensors: list[Any], dtype: torch.dtype) -> Tensor:
 
 
 def _cut(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
-    """Cut `parameters` into `count` runs with about the same number of elements."""
+    """Split `parameters` into `count` consecutive groups with about the same number of elements."""
     total, done = sum(parameter.numel() for parameter in parameters), 0
     fragments: list[list[nn.Parameter]] = [[]]
     for place, parameter in enumerate(parameters):
@@ -449,7 +448,7 @@ def _validate(
     # By name, because torch's classes take long to import.
     if _CANNOT_BE_INNER & {base.__name__ for base in type(inner).__mro__}:
         raise UsageError(
-            f"{kind} cannot use {type(inner).__name__} as its inner optimizer; use the optimizer without it"
+            f"{kind} cannot use {type(inner).__name__} as its inner optimizer; pass a plain optimizer, such as AdamW"
         )
     named = {parameter: plain_name(name) for name, parameter in unwrap(model).named_parameters()}
     trained = {parameter for group in inner.param_groups for parameter in group["params"]}
@@ -457,11 +456,11 @@ def _validate(
         if parameter.requires_grad and parameter not in trained:
             raise UsageError(f"parameter {name!r} is not in the inner optimizer of {kind}; add it, or freeze it")
         if is_sharded(parameter) or (parameter in trained and not parameter.is_floating_point()):
-            raise UsageError(f"parameter {name!r} is sharded or not real, which {kind} does not support")
+            raise UsageError(f"parameter {name!r} is sharded or not real; {kind} supports only real, whole parameters")
     if unknown := trained - named.keys():
         shape = tuple(next(iter(unknown)).shape)
         raise UsageError(
-            f"a parameter of shape {shape} of the inner optimizer is not in the model of {kind}; remove it"
+            f"the inner optimizer of {kind} has a parameter of shape {shape} that is not in the model; remove it"
         )
     _validate_settings(kind, settings, on_lost_island, len(trained))
     return [parameter for parameter in named if parameter in trained]
@@ -497,6 +496,6 @@ def _validate_outer(inner: Any, outer: Any, alpha: Any) -> None:
         for each in (inner, outer)
     )
     if inner_ids != outer_ids:
-        raise UsageError("DiLoCo: inner and outer have different parameters; give both model.parameters()")
+        raise UsageError("DiLoCo: inner and outer have different parameters; pass model.parameters() to both")
     if outer.state:
-        raise UsageError("DiLoCo: outer has already taken steps; give a new optimizer, and load DiLoCo's own state")
+        raise UsageError("DiLoCo: outer has already taken steps; pass a new optimizer, and load the state into DiLoCo")

@@ -207,18 +207,20 @@ def accumulation(facts: Facts) -> Advice | None:
 
 
 def outer_steps(facts: Facts) -> Advice | None:
-    """Detect messages of LocalSGD or DiLoCo that ranks wait for."""
+    """Detect exchanges of LocalSGD or DiLoCo that ranks wait for."""
     outer, share = facts.outer_steps, facts.outer_share
     if outer is None or share < NOTABLE:
         return None
     wait, inner = outer.exchange_s * outer.every, max(facts.length - outer.wait_s, 1e-6)
     delay = min(math.ceil(wait / inner), round(outer.every) - 1)
     hidden = min(1.0, delay * inner / wait)
-    overlap = f"Overlap the exchange with steps: DiLoCo(…, delay={delay}), or {delay} more than now; or s"
+    less = (
+        f'end less: compress="int8", or twice the sync_every, which saves {share / 2:.0%}; fragments shorten each wait'
+    )
+    overlap = f"Overlap the exchange with steps: DiLoCo(…, delay={delay}), or {delay} more than now; or s{less}"
     return Advice(
         "outer-steps",
-        f'{overlap if delay else "S"}end less: compress="int8", or twice the sync_every, which saves {share / 2:.0%}; '
-        "fragments make each wait shorter",
+        overlap if delay else f"S{less}",
         f"the exchange between islands takes {wait * 1e3:.1f} ms every {outer.every:.0f} steps, which is "
         f"{outer.exchange_s * 1e3:.1f} ms per step on average",
         share * max(hidden, 1 / 2),

@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo: hand-computed tables, equality with DDP, islands, messages, and wrong arguments."""
+"""LocalSGD and DiLoCo: hand-computed tables, comparison with DDP, islands, messages, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.errors import UsageError
 from paceline.optim import DiLoCo, LocalSGD, ShardedOptimizer
 from twins import Pools
 
-# Two layers of one weight each, equal to 1 at first; every gradient is 2 on every rank; inner lr 1, outer lr 2,
-# sync_every 6, two fragments. Each row lists a layer's weight after inner steps 1, 2, 3, …, 12. By hand, for delay 1
-# and alpha 0.5 at step 9: the message of step 8 is -7 - (-16) = 9, the outer weight -7 - 2 * 9 = -25, the local one
-# -18, and half of each -21.5.
+# Two layers with one weight each, initially 1; every gradient is 2 on every rank; inner lr 1, outer lr 2,
+# sync_every 6, two fragments. Each row lists a layer's weight after inner steps 1, 2, 3, …, 12. For example, delay 1
+# and alpha 0.5 at step 9: the message of step 8 is -7 - (-16) = 9, the outer weight is -7 - 2 * 9 = -25, the local
+# weight is -18, and their mean is -21.5.
 TABLES = {
     (0, 0.0): (
         [-1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41],
@@ -82,7 +82,7 @@ def table(_: World, delay: int, alpha: float) -> tuple[list[list[float]], list[f
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("delay", "alpha"), TABLES)
-def test_weights_are_those_of_the_hand_computed_table(pools: Pools, ranks: int, delay: int, alpha: float) -> None:
+def test_weights_match_the_hand_computed_table(pools: Pools, ranks: int, delay: int, alpha: float) -> None:
     for rows, outer in pools.run(ranks, table, delay, alpha):
         assert [list(layer) for layer in zip(*rows, strict=True)] == list(map(list, TABLES[delay, alpha]))
         assert outer == list(OUTER[delay, alpha])
@@ -118,14 +118,14 @@ def test_replaced_island_continues_from_the_outer_weights(
     pools: Pools, tmp_path: Path, saved: int, resumed: int, outer: float
 ) -> None:
     pools.run(saved, saved_at_6, tmp_path)
-    (first, told), *others = pools.run(resumed, resumed_from_6, tmp_path)
+    (first, warned), *others = pools.run(resumed, resumed_from_6, tmp_path)
     assert first == [[-17, -23], [-19, -25], [-21, -27], [outer, -29]]
     # The last island has the outer weights. Its change of layer 0 is 6 and that of the others 12, so with two islands
     # the outer weight becomes -11 - 2 * 9, and with three -11 - 2 * 10.
     for rows, _ in others[saved - 1 :]:
         assert rows == [[-11, -23], [-13, -25], [-15, -27], [outer, -29]]
     note = "has no state of rank" if resumed > saved else "saved with world size 2"
-    assert any(note in message for message in told)
+    assert any(note in message for message in warned)
 
 
 # -- islands ----------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_state_at_any_inner_step_continues_with_the_same_bits(
 
 
 def unequal_gradients(_: World, compress: Any) -> list[float]:
-    """Take 40 outer steps with gradients of 100 and, far below int8's resolution beside that, of 0.1."""
+    """Take 40 outer steps with gradients of 100 and 0.1; the latter is far below the resolution of int8."""
     net = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(net.weight)
     optimizer = DiLoCo(net, SGD(net.parameters(), lr=1.0), SGD(net.parameters(), lr=1.0), 1, compress=compress)
@@ -314,6 +314,24 @@ def test_outer_weights_are_used_only_inside_their_block(pools: Pools) -> None:
         assert inside == [-11, 1]  # layer 1 has had no outer step yet
 
 
+def lost_in_sync(world: World) -> list[float]:
+    """Let rank 0 average at the end while rank 1 does not; return the weights."""
+    net = two_weights()
+    inner, outer = SGD(net.parameters(), lr=1.0), SGD(net.parameters(), lr=2.0)
+    optimizer = DiLoCo(net, inner, outer, sync_every=6, on_lost_island="continue", timeout=1)
+    for _step in range(3):
+        take(net, optimizer)
+    if world.rank == 0:
+        optimizer.sync()
+    return [parameter.item() for parameter in net.parameters()]
+
+
+def test_island_that_continues_alone_keeps_its_last_steps(pools: Pools) -> None:
+    alone, absent = pools.run(2, lost_in_sync)
+    assert alone == [1 - 2 * 6] * 2
+    assert absent == [-5, -5]
+
+
 # -- wrong use ----------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +385,7 @@ def wrapped_unequally(world: World, net: nn.Module) -> nn.Module:
         "sizes": "the islands [[0, 1], [2]] have different sizes",
         "settings": "rank 1 has sync_every=7, but rank 0 has sync_every=6",
         "outside": "SGD.step() was called, but this optimizer belongs to a LocalSGD",
-        "group": "a LocalSGD cannot get new parameters",
+        "group": "parameters cannot be added to a LocalSGD",
     }.items(),
 )
 def test_wrong_use_is_refused_in_one_line_on_every_rank(pools: Pools, case: str, message: str) -> None:
