@@ -69,7 +69,7 @@ class SaveInterval:
     def is_due(self, step: int, is_apart: bool = False) -> bool:
         """Return whether to save `step`, which was just completed.
 
-        For a time interval, this can be a collective, unless the islands of a slow network are apart.
+        For a time interval, this can be a collective, except between the outer steps of islands (`is_apart`).
         """
         if self._every is None:
             return False

@@ -43,10 +43,10 @@ class Mergeable(Protocol):
 
 @runtime_checkable
 class Replaceable(Protocol):
-    """A per-rank object that an additional rank can load from another rank's state."""
+    """A per-rank object whose state an additional rank can take from another rank."""
 
     def replace_lost(self) -> None:
-        """Turn the loaded state of another rank into the state of a rank that has none."""
+        """Turn the loaded state of another rank into the state of a new rank."""
 
 
 @runtime_checkable

@@ -196,7 +196,7 @@ def compare(
             f"{min(fixed)!r} has a state per rank and was saved with world size {saved.manifest.world_size}, but "
             f"this run has {world.size}; resume with the saved world size"
         )
-    # Additional ranks compare with the states of others, which have the same form.
+    # Additional ranks compare with another rank's states, which have the same structure.
     rank = saved.source_of(world.rank)
     matches = []
     for entry in entries:
@@ -353,7 +353,7 @@ class Loading:
 
 
 def _load_layouts(saved: Saved, matches: Iterable[Match]) -> None:
-    for match in matches:  # every rank has the same layout, even if the models differ
+    for match in matches:  # all ranks have the same layout, even if their weights differ
         nodes = saved.objects if match.kind is Kind.SHARED else saved.ranks[0]
         match.entry.load_layout(nodes[match.entry.name])
 

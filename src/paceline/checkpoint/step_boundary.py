@@ -92,7 +92,7 @@ class Boundary:
 
     @property
     def is_apart(self) -> bool:
-        """Whether a registered optimizer takes local steps, and has not averaged after the last one."""
+        """Whether a registered optimizer has taken local steps since it last averaged."""
         return any(getattr(entry.object, "is_apart", False) for entry in self._entries())
 
     def watch(self, entry: Registered) -> None:
@@ -267,7 +267,7 @@ class Watched:
     def own_states(self, *, is_before_step: bool = False) -> tuple[list[Capture], list[torch.Tensor]]:
         """Return this rank's own states: of each object, and the small buffers.
 
-        Before an optimizer step, optimizers are left out: they have not changed since the last step, and are large.
+        Before an optimizer step, optimizers are omitted, because they are large and unchanged since the last step.
         """
         own = [entry for entry in self.own if not (is_before_step and entry.is_optimizer)]
         return [captures.own([entry]) for entry in own], self.buffers.current()

@@ -1,6 +1,6 @@
-"""What a job gains if each host is an island, which averages its weights with the others only every H steps.
+"""Predicted time of steps if each host is an island, which averages with other hosts only every H steps.
 
-That is ``LocalSGD``, or ``DiLoCo`` with one fragment, no delay and float32 messages.
+The prediction is for ``LocalSGD``, and for ``DiLoCo`` with one fragment, no delay and float32 messages.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from paceline.planner.predictions import Job, StepTime
 CHEAP = 0.05
 """Averaging in every step is cheap if outer steps would save less than this share of the time."""
 SPEEDS = [GBIT * 10 ** (power / 20) for power in range(-60, 101)]
-"""Bytes per second between hosts: 1 Mbit/s to 100 Tbit/s."""
+"""Candidate speeds between hosts, in bytes per second: 1 Mbit/s to 100 Tbit/s."""
 
 
 @dataclass(frozen=True)
 class OuterRow:
-    """A step on several hosts."""
+    """Times of a step on several hosts, with and without outer steps."""
 
     devices: int
     averaged_step_s: float
@@ -34,23 +34,26 @@ class OuterRow:
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """Steps with outer steps between hosts, on several numbers of devices."""
+    """Comparison of steps with and without outer steps, for several numbers of devices."""
 
     sync_every: int
     rows: Sequence[OuterRow]
     cheap_from: float | None
-    """Bytes per second between hosts from which averaging in every step is cheap; None if it never is. On the last
-    row's devices, over links of the same kind and latency."""
+    """Lowest speed between hosts, in bytes per second, at which averaging in every step is cheap on the last row's
+    devices; None if there is none. The latency stays the same."""
 
 
 def outer_steps(job: Job, counts: Sequence[int], sync_every: int) -> OuterSteps:
-    """Return the steps for those `counts` that fill several hosts, with an outer step every `sync_every` steps."""
+    """Compare steps for the `counts` of devices that fill several hosts, with an outer step every `sync_every` steps.
+
+    Other counts are left out.
+    """
     local = job.cluster.devices_per_host
     rows = [_row(job, count, sync_every) for count in counts if count > local and count % local == 0]
     if not rows:
         raise UsageError(
-            f"--sync-every needs at least two full hosts of {local} devices, which average with each other; give a "
-            "larger --devices, or a smaller --hosts-of, and --links"
+            f"--sync-every needs at least two full hosts of {local} devices; give a larger --devices, or a smaller "
+            "--hosts-of with --links"
         )
 
     def is_cheap(speed: float) -> bool:
@@ -68,11 +71,11 @@ def _row(job: Job, ranks: int, sync_every: int) -> OuterRow:
 
 
 def island_step(job: Job, ranks: int, sync_every: int) -> StepTime:
-    """Return a step of an island, with its share of the exchange between hosts as exposed communication."""
+    """Predict a step of an island, with its share of the exchange between hosts as exposed communication."""
     work, local, seconds = job.workload, job.cluster.devices_per_host, job.cluster.all_reduce_seconds
     message = (work.nbytes, job.calibration, work.busy_cores)
     # Leaders average over the links between hosts; then each broadcasts the mean on its host: half of an all-reduce.
     outer_s = seconds(ranks, *message) - seconds(local, *message) / 2
     step = job.step(local)
-    # Islands wait for each other less often. But a slow host remains slow, so keep the jitter of all ranks.
+    # Islands wait for each other less often, but a slow host stays slow, so keep the jitter of all ranks.
     return replace(step, exposed_s=step.exposed_s + outer_s / sync_every, jitter_s=job.step(ranks).jitter_s)

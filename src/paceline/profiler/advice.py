@@ -214,13 +214,11 @@ def outer_steps(facts: Facts) -> Advice | None:
     wait, inner = outer.exchange_s * outer.every, max(facts.length - outer.wait_s, 1e-6)
     delay = min(math.ceil(wait / inner), round(outer.every) - 1)
     hidden = min(1.0, delay * inner / wait)
-    less = (
-        f'end less: compress="int8", or twice the sync_every, which saves {share / 2:.0%}; fragments shorten each wait'
-    )
-    overlap = f"Overlap the exchange with steps: DiLoCo(…, delay={delay}), or {delay} more than now; or s{less}"
+    less = f'compress="int8", or twice the sync_every, which saves {share / 2:.0%}; fragments shorten each wait'
+    overlap = f"Overlap the exchange with steps: DiLoCo(…, delay={delay}), or {delay} more than now; or send less"
     return Advice(
         "outer-steps",
-        overlap if delay else f"S{less}",
+        f"{overlap if delay else 'Send less'}: {less}",
         f"the exchange between islands takes {wait * 1e3:.1f} ms every {outer.every:.0f} steps, which is "
         f"{outer.exchange_s * 1e3:.1f} ms per step on average",
         share * max(hidden, 1 / 2),

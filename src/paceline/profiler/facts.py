@@ -186,9 +186,9 @@ class OuterSteps:
     """The outer steps of LocalSGD or DiLoCo."""
 
     every: float
-    """Measured steps per outer step."""
+    """Number of measured steps per outer step."""
     wait_s: float
-    """Mean seconds per step that a rank is in outer steps."""
+    """Mean seconds per step that a rank spends in outer steps."""
     exchange_s: float
     """The part of `wait_s` after the last rank has arrived."""
 
@@ -310,7 +310,7 @@ class Facts:
 
     @cached_property
     def drawn(self) -> tuple[Steps, list[BucketTimes]] | None:
-        """The step to draw, and its buckets: one with an outer step, if any, or the typical step."""
+        """The step to draw, and its buckets: a step with an outer step if there is one, or else the typical step."""
         if outer := detailed_steps(self.records, OUTER_STEP):
             steps = outer[len(outer) // 2]
             return steps, bucket_times(steps, self.records[0].buckets)

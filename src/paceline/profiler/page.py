@@ -153,7 +153,7 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def timeline_chart(facts: Facts) -> dict[str, Any] | None:
-    """Return :attr:`Facts.drawn`, rank by rank, in milliseconds; None without it."""
+    """Return the step :attr:`Facts.drawn` by rank, in milliseconds; None if there is none."""
     if facts.drawn is None:
         return None
     steps, buckets = facts.drawn

@@ -163,7 +163,7 @@ class BucketTimes:
 
 
 def detailed_steps(records: Sequence[RankRecord], label: str | None = None) -> list[Steps]:
-    """Return the detailed steps that all ranks took, on rank 0's clock; or the measured ones with a span `label`."""
+    """Return the detailed steps, or the measured steps with a span `label`, that all ranks took, on rank 0's clock."""
 
     def is_wanted(step: Step) -> bool:
         if label is None:

@@ -50,8 +50,8 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
 
     If ``evaluation.derive`` is set, its result for the means is returned instead. The module runs without its wrapper,
     in eval mode, with rank 0's buffers. Random generators are restored afterwards, so an evaluation does not change the
-    training. For a model with ``virtual_ranks``, the means are bit-identical on any number of ranks. Each island of a
-    :class:`~paceline.optim.LocalSGD` evaluates its part of the samples with its own weights.
+    training. For a model with ``virtual_ranks``, the means are bit-identical on any number of ranks. With
+    :class:`~paceline.optim.LocalSGD`, each island evaluates its part of the samples with its own weights.
 
     Args:
         model: the wrapped model.

@@ -36,7 +36,7 @@ class Loop:
 
     Decisions depend only on the configuration, on the position in the data (compared between ranks in every step), and
     on metrics that are reduced over the ranks. Ranks agree on stop requests; see ``train/run.py``. Islands compare
-    positions and agree only when they exchange.
+    positions and agree on stop requests only after outer steps.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Loop:
         self.model, self.optimizer, self.scheduler, self.loader = model, optimizer, scheduler, loader
         self.config, self.evaluation, self.position = config, evaluation, loader.progress
         self.outer = optimizer if isinstance(optimizer, IslandOptimizer) else None
-        """The optimizer, if islands train apart between its exchanges."""
+        """The optimizer if it is a LocalSGD or DiLoCo, or else None."""
         self.average = LossAverage(model, ranks_of(loader, model))
         self.step = TrainingStep(model, optimizer, loss, config, self.average, loader.progress.batch_size)
         self.state = RunState(may_continue=config.allow_changed_settings)
@@ -183,7 +183,7 @@ class Loop:
         return True
 
     def _stops_at_exchange(self, outer: IslandOptimizer) -> bool:
-        """Return whether any rank has asked to stop, and compare data, but only after islands have exchanged."""
+        """After an outer step, compare positions in the data and return whether any rank has asked to stop."""
         if outer.is_apart:
             return False
         reports = consensus.gather(consensus.here(), [self.run.stops.is_asked, *self.position.origin()])
@@ -192,7 +192,7 @@ class Loop:
         return any(report[0] for report in reports)
 
     def _unite_islands(self) -> None:
-        """At the end of the training, average the islands, so that all ranks evaluate and save the same weights."""
+        """Average islands at the end of training, so that all ranks evaluate and save the same weights."""
         if self.outer is not None and (self._is_last_step or self._is_over):
             self.outer.sync()
 

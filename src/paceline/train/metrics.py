@@ -100,7 +100,7 @@ def _rows_in(saved: dict[str, Any]) -> Tensor:
 
 
 def ranks_of(loader: DataLoader, model: DistributedDataParallel) -> dist.ProcessGroup:
-    """Return the ranks that `loader` splits its samples among: the model's, or all if the model is one of islands."""
+    """Return the group that `loader` splits its samples among: the model's, or all ranks if the model is an island."""
     size, world = loader.progress.world_size, dist.group.WORLD
     is_island = dist.get_world_size(model.process_group) != size == dist.get_world_size()
     return world if is_island and world is not None else model.process_group

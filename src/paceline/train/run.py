@@ -70,8 +70,8 @@ class Run:
         step. Called from ``on_step``, it ends the training after the next step, which sends the request to the other
         ranks, or after the current step if an evaluation or a save follows. The number of ranks makes no difference.
 
-        With :class:`~paceline.optim.LocalSGD` or :class:`~paceline.optim.DiLoCo`, requests are sent only in steps that
-        exchange with other islands.
+        With :class:`~paceline.optim.LocalSGD` or :class:`~paceline.optim.DiLoCo`, requests are sent only after outer
+        steps.
         """
         self.stops.ask()
 
@@ -159,7 +159,7 @@ class StopRequest:
 
     During a step, the request is sent with the control block of the next synchronized backward pass
     (:meth:`paceline.DistributedDataParallel.ask_to_stop`), without an additional collective. After an evaluation or a
-    save, ranks gather all requests; islands also do so when they exchange. See decision 0053.
+    save, ranks gather all requests; islands also do so after outer steps. See decision 0053.
     """
 
     def __init__(self, model: DistributedDataParallel, state: RunState) -> None:

@@ -49,10 +49,10 @@ class Trainer:
     The gradient of a step is the gradient of the mean loss over the whole global batch, even for a short last batch or
     a rank without samples.
 
-    With :class:`~paceline.optim.LocalSGD` or :class:`~paceline.optim.DiLoCo`, wrap the model over an island; a batch is
-    still split over all ranks. Lines of metrics have means over all ranks. Evaluations use the outer weights of DiLoCo,
-    or each island's own weights with LocalSGD. The training ends with ``optimizer.sync()``, before the last save and
-    evaluation, so a longer run that resumes from it differs from a run without that end.
+    With :class:`~paceline.optim.LocalSGD` or :class:`~paceline.optim.DiLoCo`, wrap the model over an island. A batch is
+    still split over all ranks, and metrics are means over all ranks. Evaluations use the outer weights of DiLoCo, but
+    each island's own weights with LocalSGD. Training ends with ``optimizer.sync()``, before the last save and
+    evaluation, so resuming a finished run with more steps gives different results than one longer run.
 
     Args:
         model: the wrapped model.
@@ -112,8 +112,8 @@ class Trainer:
         loop.callbacks.check_same_on_all_ranks()
         if loop.outer is not None and any(isinstance(callback, ExponentialMovingAverage) for callback in callbacks):
             raise UsageError(
-                f"ExponentialMovingAverage has weights of its own, which would differ between islands of "
-                f"{type(optimizer).__name__}; leave it out"
+                f"ExponentialMovingAverage averages weights that differ between islands of {type(optimizer).__name__}; "
+                "leave it out"
             )
         # A GradScaler checks for NaN and Inf itself.
         model.check_finite = config.precision != "fp16" and (model.check_finite or config.check_finite)

@@ -1,4 +1,4 @@
-"""The Trainer with LocalSGD and DiLoCo: resumes, ends, stops, evaluations and refusals with islands."""
+"""The Trainer with LocalSGD and DiLoCo: resuming, stopping, evaluations, and unsupported options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def optimizer_of(kind: str, model: Any, **options: Any) -> Any:
 
 
 def trainer_of(model: Any, optimizer: Any, loss: Any = squared_loss, folder: Any = None, **options: Any) -> Trainer:
-    data = Points(41, torch.float64)  # the last batch has one sample, so an island has none
+    data = Points(41, torch.float64)  # the last batch has one sample, so one island has no samples
     evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",))
     objects = {} if folder is None else {"checkpointer": Checkpointer(folder, every=1)}
     callbacks = options.pop("callbacks", [])
@@ -133,7 +133,7 @@ def test_gradscaler_of_one_island_skips_a_step_that_counts_on_all(world: World) 
 
 
 @pytest.mark.ranks(2)
-def test_what_islands_cannot_do_is_refused(world: World, tmp_path: Path) -> None:
+def test_unsupported_options_with_islands_are_refused(world: World, tmp_path: Path) -> None:
     model = island(world, world.size)
     whole = DistributedDataParallel(net(Run(TrainConfig(1))))
     average = ExponentialMovingAverage(model)
@@ -149,7 +149,7 @@ def test_what_islands_cannot_do_is_refused(world: World, tmp_path: Path) -> None
         "the model averages over 1 ranks, but the Trainer splits data ",
         "the Trainer cannot train with DiLoCo and on_lost_island='continue', because ",
         "the Trainer cannot train with DiLoCo and load_best_at_end, because ",
-        "ExponentialMovingAverage has weights of its own, ",
+        "ExponentialMovingAverage averages weights that differ ",
     ]
     for message, start in zip(messages, expected, strict=True):
         assert message.startswith(start)

@@ -79,7 +79,7 @@ class Outlook:
     trainings: Sequence[Training]
     """To the same loss, for each entry; empty if the critical batch size is unknown."""
     outer: OuterSteps | None = None
-    """Steps with averaging every H steps, if asked for."""
+    """Comparison with averaging every H steps; None without ``--sync-every``."""
 
 
 def look_ahead(
@@ -272,7 +272,7 @@ def notes(outlook: Outlook) -> list[str]:
 
 
 def outer_note(outer: OuterSteps, link: str) -> str:
-    """Return from which speed between hosts outer steps do not pay, and what they save over `link`."""
+    """Return a sentence with the speed above which outer steps do not pay, and their savings over `link`."""
     last, cheap = outer.rows[-1], f"costs less than {CHEAP:.0%}"
     known = outer.cheap_from and f"{cheap} above {digits(outer.cheap_from / GBIT)} Gbit/s between hosts"
     return (
@@ -283,7 +283,7 @@ def outer_note(outer: OuterSteps, link: str) -> str:
 
 
 def outer_table(outer: OuterSteps) -> Table:
-    """Return the length of a step with averaging in every step, and with an outer step every H steps."""
+    """Return a table of step times with averaging in every step, and with an outer step every H steps."""
     result = new_table(["devices", "averaging in every step", f"every {outer.sync_every} steps", "saves"])
     for row in outer.rows:
         result.add_row(f"{row.devices:,}", duration(row.averaged_step_s), duration(row.step_s), f"{row.saving:.1%}")

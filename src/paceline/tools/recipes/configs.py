@@ -219,7 +219,7 @@ class LmConfig(TrainingOptions):
     sample: int = option(256, "Tokens to generate at the end; 0 for none.")
     sync_every: int | None = option(
         None,
-        "Average between ranks, or hosts, only every H steps (DiLoCo), for slow networks. Default: every step.",
+        "Average between hosts, or the ranks of one host, only every H steps, with DiLoCo. Default: every step.",
         "H",
     )
 
@@ -235,8 +235,8 @@ class LmConfig(TrainingOptions):
             whole_number("--sync-every", self.sync_every)
             if self.virtual_ranks is not None:
                 raise UsageError(
-                    f"--virtual-ranks {self.virtual_ranks} needs averages in every step, but --sync-every "
-                    f"{self.sync_every} leaves them out; give one of them"
+                    f"--virtual-ranks {self.virtual_ranks} averages in every step, but --sync-every {self.sync_every} "
+                    "does not; give only one of them"
                 )
         self.corpus()  # to check it before ranks start; each rank reads it again
 
