@@ -83,7 +83,7 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
     (lm(sample=-1), "--sample must be at least 0, not -1"),
     (lm(sharded=True), "--sharded cannot shard Muon"),
     (lm(sync_every=0), "--sync-every must be at least 1, not 0"),
-    (lm(sync_every=4, virtual_ranks=2), "--virtual-ranks 2 needs averages in every step, but --sync-every 4 leaves"),
+    (lm(sync_every=4, virtual_ranks=2), "--virtual-ranks 2 averages in every step, but --sync-every 4 does not"),
     (mrpc(max_length=0), "--max-length must be at least 8, not 0"),
     (mrpc(dropout=1.0), "--dropout must be at least 0 and below 1, not 1.0"),
     (mrpc(virtual_ranks=8, balance=True), "--balance cuts batches into unequal slices"),
