@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.core.flat_views import views_of
 from paceline.core.torch_distributed import is_sharded
 from paceline.core.torch_internals import never_compiled
 from paceline.core.unwrapping import plain_name, unwrap
@@ -170,7 +169,7 @@ class IslandOptimizer(Optimizer):
         count, like = sum(parameter.numel() for parameter in fragment), fragment[0]
         mean = self.islands.receive(self._message, count, _wide(fragment), like.device)
         if mean is not None:  # otherwise, an island was lost, and the fragment stays local in this round
-            self._apply(fragment, views_of(mean, fragment))
+            self._apply(fragment, _views(mean, fragment))
         self._message, self._local, self._rounds = None, 0, self._rounds + 1
         self._received_at[number] = self._steps
 
@@ -371,7 +370,7 @@ class DiLoCo(IslandOptimizer):
     def _numbers(self, fragment: list[nn.Parameter]) -> Tensor:
         # In the parameters' dtype first, so that unchanged parameters have a change of zero.
         changes = _flat([self._outer_weights[parameter].to(parameter.dtype) for parameter in fragment], _wide(fragment))
-        for change, parameter in zip(views_of(changes, fragment), fragment, strict=True):
+        for change, parameter in zip(_views(changes, fragment), fragment, strict=True):
             change.sub_(parameter)
         return changes
 
@@ -419,11 +418,17 @@ def _wide(tensors: list[Any]) -> torch.dtype:
 
 
 def _flat(tensors: list[Any], dtype: torch.dtype) -> Tensor:
-    """Return a flat copy, in the memory order of the tensors."""
+    """Return a flat copy."""
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
-    for view, tensor in zip(views_of(flat, tensors), tensors, strict=True):
+    for view, tensor in zip(_views(flat, tensors), tensors, strict=True):
         view.copy_(tensor)
     return flat
+
+
+def _views(flat: Tensor, tensors: list[Any]) -> list[Tensor]:
+    # Not in memory order, which can differ between ranks and change (channels-last).
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def _cut(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:

@@ -314,6 +314,31 @@ def test_outer_weights_are_used_only_inside_their_block(pools: Pools) -> None:
         assert inside == [-11, 1]  # layer 1 has had no outer step yet
 
 
+def in_memory_formats(world: World, formats: list[Any], is_late: bool) -> Tensor:
+    """Return the weights of a convolution after outer steps, with one memory format per rank."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 4, 2))
+    if not is_late:
+        net.to(memory_format=formats[world.rank])  # type: ignore[call-overload]
+    optimizer = DiLoCo(net, SGD(net.parameters(), lr=0.1), momentum(net), sync_every=2)
+    if is_late:
+        net.to(memory_format=formats[world.rank])  # type: ignore[call-overload]
+    for step in range(6):
+        generator = torch.Generator().manual_seed(1000 * world.rank + step)
+        net(torch.randn(2, 3, 6, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("other", [torch.channels_last, torch.contiguous_format])
+def test_memory_format_may_differ_between_ranks_and_change(pools: Pools, other: Any, is_late: bool) -> None:
+    plain = pools.run(2, in_memory_formats, [torch.contiguous_format] * 2, False)
+    for own, twin in zip(pools.run(2, in_memory_formats, [torch.channels_last, other], is_late), plain, strict=True):
+        torch.testing.assert_close(own, twin)
+
+
 # -- wrong use ----------------------------------------------------------------------------------------------------
 
 
