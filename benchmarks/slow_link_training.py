@@ -72,7 +72,7 @@ def train(steps: int, config: LmConfig, diloco: dict[str, Any]) -> dict[str, flo
     """Train for `steps` of the recipe's steps; return the seconds and the bytes sent per step, and the held-out loss.
 
     Args:
-        diloco: options of DiLoCo, and the learning rate ``outer_lr`` of its outer optimizer; empty for DDP.
+        diloco: options of DiLoCo, and ``outer_lr`` and ``outer_momentum`` of its outer SGD; empty for DDP.
     """
     corpus = config.corpus()
     with paceline.set_seed(config.seed):
@@ -86,7 +86,9 @@ def train(steps: int, config: LmConfig, diloco: dict[str, Any]) -> dict[str, flo
     if not diloco:
         model = paceline.DistributedDataParallel(net)
     else:
-        outer = torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True, lr=diloco.pop("outer_lr"))
+        momentum = diloco.pop("outer_momentum")
+        rate = diloco.pop("outer_lr")
+        outer = torch.optim.SGD(net.parameters(), lr=rate, momentum=momentum, nesterov=momentum > 0)
         optimizer = DiLoCo(net, inner, outer, **diloco)  # with the plain module, each rank is an island
     loader = DataLoader(corpus.training, config.batch_size, shuffle=True, seed=config.seed)
     batches = chain.from_iterable(repeat(loader))

@@ -16,7 +16,6 @@ With ``--rounds``, every variant is trained once with each seed. The table has m
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import platform
@@ -39,7 +38,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from harness import parser_of
+from harness import parser_of, save
 from namespaces import CABLE, Host, two_hosts
 from paceline.core.host import cores
 from planner import MOST_OTHERS, busy_seconds, own_seconds
@@ -115,13 +114,18 @@ class Job:
             return result
 
 
-def variants(every: Sequence[int], fragments: Sequence[int], compress: Sequence[str], lr: float) -> list[Options]:
-    """Return DDP, and DiLoCo with every combination of options and an outer learning rate of `lr`."""
+def variants(
+    every: Sequence[int], fragments: Sequence[int], compress: Sequence[str], lr: float, momentum: float
+) -> list[Options]:
+    """Return DDP, and DiLoCo with every combination of options, and an outer SGD with `lr` and `momentum`."""
     made: list[Options] = [{}]
     for steps, parts, method in product(every, fragments, compress):
         delay = min(LONGEST_DELAY, steps // parts // 2) if parts > 1 else 0
         options: Options = {"sync_every": steps, "fragments": parts, "delay": delay, "alpha": ALPHA if delay else 0.0}
-        made.append(options | {"compress": None if method == "none" else method, "outer_lr": lr})
+        options |= {"outer_lr": lr, "outer_momentum": momentum}
+        made.append(options | {"compress": None if method == "none" else method})
+            options | {"compress": None if method == "none" else method, "outer_lr": lr, "outer_momentum": momentum}
+        )
     return made
 
 
@@ -163,8 +167,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, nargs="+", metavar="H", help="steps between averages; default 8 32 128")
     parser.add_argument("--fragments", type=int, nargs="+", metavar="F", help="default 1 4")
     parser.add_argument("--compress", nargs="+", metavar="METHOD", help="default none fp16 int8")
-    parser.add_argument("--outer-lr", type=float, default=0.7, help="learning rate of DiLoCo's outer SGD; default 0.7")
-    parser.add_argument("--csv", metavar="FILE", help="write the table's numbers")
+    parser.add_argument("--outer-lr", type=float, default=1.0, help="learning rate of DiLoCo's outer SGD; default 1")
+    parser.add_argument("--outer-momentum", type=float, default=0.0, help="its Nesterov momentum; default 0")
     arguments = parser.parse_args()
     quick = arguments.quick
     steps = arguments.steps or (QUICK_STEPS if quick else STEPS)
@@ -173,6 +177,7 @@ def main() -> None:
         arguments.fragments or [1, 4],
         arguments.compress or (["none", "int8"] if quick else ["none", "fp16", "int8"]),
         arguments.outer_lr,
+        arguments.outer_momentum,
     )
     if os.geteuid():
         parser.error("creating network namespaces needs root; run it as root")
@@ -194,16 +199,12 @@ def main() -> None:
         results = rounds_of(job, made, arguments.rounds)
     rows: list[dict[str, Any]] = []
     for options, runs in zip(made, zip(*results, strict=True), strict=True):
-        row = {"date": today, "steps": steps, "method": "DiLoCo" if options else "DDP"} | options
+        row = {"steps": steps, "method": "DiLoCo" if options else "DDP"} | options
         rows.append(row | {key: median(run[key] for run in runs) for key, _ in COLUMNS.values()})
     Console(width=140).print(table_of(rows, steps, arguments.rounds))
     if (load := max(row["other_load"] for row in rows)) > MOST_OTHERS:
         print(f"Other programs kept up to {load:.1f} cores busy, so the times and speedups above mean little.")
-    if arguments.csv:
-        with open(arguments.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[-1]))
-            writer.writeheader()
-            writer.writerows(rows)
+    print("kept in", save("slow-links", rows, ranks=len(hosts)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -73,7 +73,7 @@ class Islands:
         world = self._world = consensus.here()
         group = getattr(model, "process_group", None)
         ranks = [world.rank] if group is None else dist.get_process_group_ranks(group)
-        layout = [[name, list(value.shape), str(value.dtype)] for name, value in _replicated(model).items()]
+        layout = [f"{name!r}, {tuple(value.shape)}, {value.dtype}" for name, value in _replicated(model).items()]
         with called_by_all("the constructor of the optimizer"):
             reports = consensus.gather(world, {"ranks": ranks, "settings": dict(settings), "layout": layout})
         _check_settings(reports)
@@ -226,18 +226,12 @@ def _check_settings(reports: Sequence[Mapping[str, Any]]) -> None:
                 raise UsageError(
                     f"rank {rank} has {name}={other!r}, but rank 0 has {name}={value!r}; give the same value"
                 )
-        for mine, theirs in zip(report["layout"], first["layout"], strict=False):
+        for mine, theirs in zip_longest(report["layout"], first["layout"]):
             if mine != theirs:
                 raise ReplicaMismatch(
-                    f"rank {rank} has {mine[0]!r} of shape {tuple(mine[1])} and dtype {mine[2]}, but rank 0 has "
-                    f"{theirs[0]!r} of shape {tuple(theirs[1])} and dtype {theirs[2]}; build the same model on every "
-                    "rank"
+                    f"rank {rank} has the parameter or buffer {mine}, but rank 0 has {theirs}; build the same model on "
+                    "every rank"
                 )
-        if len(report["layout"]) != len(first["layout"]):
-            raise ReplicaMismatch(
-                f"the model has {len(report['layout'])} tensors on rank {rank} but {len(first['layout'])} on rank 0; "
-                "build the same model on every rank"
-            )
 
 
 def _islands(reports: Sequence[Mapping[str, Any]]) -> list[list[int]]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.core.flat_views import views_of
 from paceline.core.torch_distributed import is_sharded
 from paceline.core.torch_internals import never_compiled
 from paceline.core.unwrapping import plain_name, unwrap
@@ -45,16 +44,16 @@ class IslandOptimizer(Optimizer):
         timeout: float | None,
     ) -> None:
         kind = type(self).__name__
-        parameters = _validate(kind, model, inner, settings, on_lost_island)
+        self._parameters = _validate(kind, model, inner, settings, on_lost_island, timeout)
         self._is_made = False
         super().__init__(inner.param_groups, inner.defaults)
         self._is_made = True
         self._model, self._inner = model, inner
         self._link()
-        self._settings, self._delay = dict(settings), int(settings["delay"])
+        self._settings, self._delay = {"inner": type(inner).__name__, **settings}, int(settings["delay"])
         self._interval = settings["sync_every"] // settings["fragments"]
-        self._fragments = _cut(parameters, settings["fragments"])
-        self.islands = Islands(model, settings["compress"], on_lost_island, timeout, {"class": kind, **settings})
+        self._fragments = _cut(self._parameters, settings["fragments"])
+        self.islands = Islands(model, settings["compress"], on_lost_island, timeout, self._settings)
         self._settings["ranks of an island"] = len(self.islands.members[0])
         self._message: Message | None = None
         """The current fragment's message while it is in flight."""
@@ -66,6 +65,8 @@ class IslandOptimizer(Optimizer):
         """Number of inner steps at each fragment's last outer step."""
         self._synced_at = -1
         """Number of inner steps at the last sync()."""
+        self._aside: dict[nn.Parameter, Tensor] = {}
+        """Inside ``outer_weights``, the local values of the parameters."""
         self._is_stepping = False
         inner.register_step_pre_hook(self._refuse_direct_step)
 
@@ -79,6 +80,10 @@ class IslandOptimizer(Optimizer):
                 f"which counts its steps; call step() on the {type(self).__name__} instead"
             )
 
+    def _check_local(self, call: str) -> None:
+        if self._aside:
+            raise UsageError(f"{call} was called inside outer_weights(), which would lose its result; leave the block")
+
     @property
     def is_apart(self) -> bool:
         """Whether the island has taken inner steps since the last outer step."""
@@ -91,6 +96,7 @@ class IslandOptimizer(Optimizer):
         Raises:
             CommunicationError: if another island does not answer within the timeout. The message names the island.
         """
+        self._check_local("step()")
         if self._message is not None and self._message.work is None:
             self.islands.send(self._message)  # after a resume
         self._is_stepping = True
@@ -128,6 +134,7 @@ class IslandOptimizer(Optimizer):
         Raises:
             CommunicationError: if another island does not answer within the timeout. The message names the island.
         """
+        self._check_local("sync()")
         if self._synced_at != self._steps:
             self._sync_parameters()
         self.islands.mean_of([buffer for buffer in unwrap(self._model).buffers() if buffer.is_floating_point()])
@@ -169,7 +176,7 @@ class IslandOptimizer(Optimizer):
         fragment = self._fragments[number]
         count, like = sum(parameter.numel() for parameter in fragment), fragment[0]
         mean = self.islands.receive(self._message, count, _wide(fragment), like.device)
-        self._apply(fragment, views_of(mean, fragment))
+        self._apply(fragment, _views(mean, fragment))
         self._message, self._local, self._rounds = None, 0, self._rounds + 1
         self._received_at[number] = self._steps
 
@@ -204,7 +211,7 @@ class IslandOptimizer(Optimizer):
         local = {
             "settings": self._settings,
             "counts": [self._steps, self._local, self._rounds, self._synced_at, self._received_at],
-            "parameters": [parameter.detach() for fragment in self._fragments for parameter in fragment],
+            "parameters": [self._aside.get(each, each.detach()) for each in self._parameters],
             "buffers": dict(unwrap(self._model).named_buffers()),
             "payload": None if self._message is None else self._message.payload,
             "residuals": list(self._residuals),
@@ -217,10 +224,14 @@ class IslandOptimizer(Optimizer):
         kind = type(self).__name__
         if _LOCAL not in state:
             raise CheckpointMismatch(f"the state was not saved by a {kind}; resume with the optimizer that was saved")
-        for name, value in self._settings.items():
-            if (saved := state[_LOCAL]["settings"].get(name)) != value:
+        local = state[_LOCAL]
+        shapes = [[list(each.shape) for each in group] for group in (self._parameters, local["parameters"])]
+        pairs = {name: (value, local["settings"].get(name)) for name, value in self._settings.items()}
+        for name, (value, saved) in {**pairs, "list of parameter shapes": shapes}.items():
+            if value != saved:
                 raise CheckpointMismatch(
-                    f"{name} of {kind} is {value!r} in this run but {saved!r} in the checkpoint; give the saved value"
+                    f"{name} of {kind} is {value!r:.80} in this run but {saved!r:.80} in the checkpoint; give the "
+                    "saved value"
                 )
 
     @torch.no_grad()
@@ -230,14 +241,14 @@ class IslandOptimizer(Optimizer):
         Raises:
             CheckpointMismatch: if the state is from another kind of optimizer or has different settings.
         """
+        self._check_local("load_state_dict()")
         self.check_state_dict(state_dict)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key != _LOCAL})
         self._link()
         local, device = state_dict[_LOCAL], self._fragments[0][0].device
         self._steps, self._local, self._rounds, self._synced_at, received_at = local["counts"]
         self._received_at = list(received_at)
-        parameters = [parameter for fragment in self._fragments for parameter in fragment]
-        for parameter, value in zip(parameters, local["parameters"], strict=True):
+        for parameter, value in zip(self._parameters, local["parameters"], strict=True):
             parameter.copy_(value)
         for name, buffer in unwrap(self._model).named_buffers():
             buffer.copy_(local["buffers"][name])
@@ -290,7 +301,7 @@ class LocalSGD(IslandOptimizer):
         on_lost_island: Lost = "raise",
         timeout: float | None = None,
     ) -> None:
-        settings = {"sync_every": sync_every, "fragments": 1, "delay": 0, "compress": None}
+        settings = {"sync_every": sync_every, "fragments": 1, "delay": 0, "compress": None, "outer": None}
         super().__init__(model, optimizer, settings, on_lost_island, timeout)
 
     def _numbers(self, fragment: list[nn.Parameter]) -> Tensor:
@@ -354,14 +365,13 @@ class DiLoCo(IslandOptimizer):
             "delay": delay,
             "alpha": alpha,
             "compress": compress,
+            "outer": type(outer).__name__,
         }
         super().__init__(model, inner, settings, on_lost_island, timeout)
         # Copied after the base class has made the islands equal, and in at least float32, because small outer steps
         # would be rounded away in bf16.
         self._outer_weights = {
-            parameter: parameter.detach().to(_wide([parameter]), copy=True)
-            for fragment in self._fragments
-            for parameter in fragment
+            parameter: parameter.detach().to(_wide([parameter]), copy=True) for parameter in self._parameters
         }
         for group in outer.param_groups:
             group["params"] = [self._outer_weights[parameter] for parameter in group["params"]]
@@ -370,7 +380,7 @@ class DiLoCo(IslandOptimizer):
     def _numbers(self, fragment: list[nn.Parameter]) -> Tensor:
         # Cast to the parameters' dtype first, so that the change of an unchanged parameter is zero.
         changes = _flat([self._outer_weights[parameter].to(parameter.dtype) for parameter in fragment], _wide(fragment))
-        for change, parameter in zip(views_of(changes, fragment), fragment, strict=True):
+        for change, parameter in zip(_views(changes, fragment), fragment, strict=True):
             change.sub_(parameter)
         return changes
 
@@ -393,15 +403,18 @@ class DiLoCo(IslandOptimizer):
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
         """Use the outer weights, which are equal on all islands, inside the block, for example in an evaluation."""
-        local = {parameter: parameter.data for parameter in self._outer_weights}
+        is_outermost = not self._aside
+        self._aside = self._aside or {parameter: parameter.data for parameter in self._outer_weights}
         # Through .data, because a copy would count as a change of the parameters since the last step.
         for parameter, weights in self._outer_weights.items():
             parameter.data = weights.to(parameter.dtype)
         try:
             yield
         finally:
-            for parameter, values in local.items():
-                parameter.data = values
+            if is_outermost:
+                for parameter, values in self._aside.items():
+                    parameter.data = values
+                self._aside = {}
 
     def _outer_state(self) -> Any:
         return {"weights": list(self._outer_weights.values()), "optimizer": self._outer.state_dict()}
@@ -418,11 +431,17 @@ def _wide(tensors: list[Any]) -> torch.dtype:
 
 
 def _flat(tensors: list[Any], dtype: torch.dtype) -> Tensor:
-    """Return a flat copy of `tensors`, each in its memory order."""
+    """Return a flat copy of `tensors`."""
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
-    for view, tensor in zip(views_of(flat, tensors), tensors, strict=True):
+    for view, tensor in zip(_views(flat, tensors), tensors, strict=True):
         view.copy_(tensor)
     return flat
+
+
+def _views(flat: Tensor, tensors: list[Any]) -> list[Tensor]:
+    # Not in memory order, which can differ between ranks and change (channels-last).
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def _cut(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
@@ -440,7 +459,7 @@ def _cut(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]
 
 
 def _validate(
-    kind: str, model: nn.Module, inner: Any, settings: Mapping[str, Any], on_lost_island: str
+    kind: str, model: nn.Module, inner: Any, settings: Mapping[str, Any], on_lost_island: str, timeout: Any
 ) -> list[nn.Parameter]:
     """Check the arguments; return the parameters of `inner` in the model's order."""
     if not isinstance(model, nn.Module) or not isinstance(inner, Optimizer):
@@ -463,6 +482,8 @@ def _validate(
             f"the inner optimizer of {kind} has a parameter of shape {shape} that is not in the model; remove it"
         )
     _validate_settings(kind, settings, on_lost_island, len(trained))
+    if not (timeout is None or (type(timeout) in (int, float) and 0 < timeout < 1e9)):
+        raise UsageError(f"{kind}(timeout={timeout!r}): give a positive number of seconds")
     return [parameter for parameter in named if parameter in trained]
 
 
@@ -487,8 +508,10 @@ def _validate_settings(kind: str, settings: Mapping[str, Any], on_lost_island: s
 
 
 def _validate_outer(inner: Any, outer: Any, alpha: Any) -> None:
-    if not isinstance(outer, Optimizer):
-        raise UsageError(f"DiLoCo(outer=…) takes an optimizer, not {type(outer).__name__}; give torch.optim.SGD(…)")
+    if not isinstance(outer, Optimizer) or isinstance(outer, IslandOptimizer | torch.optim.LBFGS):
+        raise UsageError(
+            f"DiLoCo(outer=…) takes an optimizer with step() alone, not {type(outer).__name__}; give torch.optim.SGD(…)"
+        )
     if not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
         raise UsageError(f"DiLoCo(alpha={alpha!r}): give a number from 0 to 1")
     inner_ids, outer_ids = (

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 
 from paceline import Checkpointer, World
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import UsageError
+from paceline.errors import CheckpointMismatch, UsageError
 from paceline.optim import DiLoCo, LocalSGD, ShardedOptimizer
 from twins import Pools
 
@@ -314,6 +314,26 @@ def test_outer_weights_are_used_only_inside_their_block(pools: Pools) -> None:
         assert inside == [-11, 1]  # layer 1 has had no outer step yet
 
 
+def saved_inside(_: World) -> tuple[list[Tensor], str]:
+    """Save inside ``outer_weights``; return the difference to the local parameters, and the refusal of another kind."""
+    net, other = two_weights(), two_weights()
+    optimizer = streaming(net, 0, 0.5)
+    for _step in range(4):
+        take(net, optimizer)
+    with optimizer.outer_weights(), optimizer.outer_weights():
+        saved = optimizer.state_dict()["local"]["parameters"]
+    parts = AdamW(other.parameters()), SGD(other.parameters(), lr=2.0)
+    with pytest.raises(CheckpointMismatch) as refusal:
+        DiLoCo(other, *parts, sync_every=6, fragments=2, alpha=0.5).load_state_dict(optimizer.state_dict())
+    return [left - right.detach() for left, right in zip(saved, net.parameters(), strict=True)], str(refusal.value)
+
+
+def test_state_saved_inside_outer_weights_has_the_local_parameters(pools: Pools) -> None:
+    for differences, refusal in pools.run(2, saved_inside):
+        assert all(difference.item() == 0 for difference in differences)
+        assert refusal.startswith("inner of DiLoCo is 'AdamW' in this run but 'SGD' in the checkpoint")
+
+
 def lost_in_sync(world: World) -> list[float]:
     """Let rank 0 average at the end while rank 1 does not; return the weights."""
     net = two_weights()
@@ -330,6 +350,31 @@ def test_island_that_continues_alone_keeps_its_last_steps(pools: Pools) -> None:
     alone, absent = pools.run(2, lost_in_sync)
     assert alone == [1 - 2 * 6] * 2
     assert absent == [-5, -5]
+
+
+def in_memory_formats(world: World, formats: list[Any], is_late: bool) -> Tensor:
+    """Return the weights of a convolution after outer steps, with one memory format per rank."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 4, 2))
+    if not is_late:
+        net.to(memory_format=formats[world.rank])  # type: ignore[call-overload]
+    optimizer = DiLoCo(net, SGD(net.parameters(), lr=0.1), momentum(net), sync_every=2)
+    if is_late:
+        net.to(memory_format=formats[world.rank])  # type: ignore[call-overload]
+    for step in range(6):
+        generator = torch.Generator().manual_seed(1000 * world.rank + step)
+        net(torch.randn(2, 3, 6, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("other", [torch.channels_last, torch.contiguous_format])
+def test_memory_format_may_differ_between_ranks_and_change(pools: Pools, other: Any, is_late: bool) -> None:
+    plain = pools.run(2, in_memory_formats, [torch.contiguous_format] * 2, False)
+    for own, twin in zip(pools.run(2, in_memory_formats, [torch.channels_last, other], is_late), plain, strict=True):
+        torch.testing.assert_close(own, twin)
 
 
 # -- wrong use ----------------------------------------------------------------------------------------------------
@@ -354,6 +399,9 @@ def wrong(world: World, case: str) -> str:
         "sizes": lambda: LocalSGD(wrapped_unequally(world, net), inner, sync_every=2),
         "settings": lambda: LocalSGD(net, inner, sync_every=6 + world.rank),
         "outside": lambda: (LocalSGD(net, inner, sync_every=2), backward(net, 0, 0), inner.step()),
+        "timeout": lambda: LocalSGD(net, inner, sync_every=2, timeout=0),
+        "lbfgs": lambda: DiLoCo(net, inner, torch.optim.LBFGS(net.parameters()), sync_every=2),
+        "inside": lambda: step_inside(DiLoCo(net, inner, outer, sync_every=2)),
         "group": lambda: LocalSGD(net, inner, sync_every=2).add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
     }
     try:
@@ -361,6 +409,11 @@ def wrong(world: World, case: str) -> str:
     except UsageError as error:
         return str(error)
     return "accepted"
+
+
+def step_inside(optimizer: DiLoCo) -> None:
+    with optimizer.outer_weights():
+        optimizer.step()
 
 
 def wrapped_unequally(world: World, net: nn.Module) -> nn.Module:
