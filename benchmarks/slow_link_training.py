@@ -77,7 +77,8 @@ def train(steps: int, config: LmConfig, diloco: dict[str, Any]) -> dict[str, flo
     corpus = config.corpus()
     with paceline.set_seed(config.seed):
         net = GPT(corpus.tokenizer.size, config.context, config.width, config.layers, config.heads)
-    inner = optimizer_for(net, config.lr)
+    # An island of two has half of the batch, which calls for a lower rate.
+    inner = optimizer_for(net, config.lr * (0.5**0.5 if diloco else 1.0))
     warmup_steps = min(config.warmup_steps, (config.max_steps or 0) // 8)  # fewer than the recipe's in a quick run
     schedule = partial(lr_factor, warmup_steps=warmup_steps, decay="linear", total_steps=config.max_steps)
     scheduler = LambdaLR(inner, schedule)

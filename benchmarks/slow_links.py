@@ -124,8 +124,6 @@ def variants(
         options: Options = {"sync_every": steps, "fragments": parts, "delay": delay, "alpha": ALPHA if delay else 0.0}
         options |= {"outer_lr": lr, "outer_momentum": momentum}
         made.append(options | {"compress": None if method == "none" else method})
-            options | {"compress": None if method == "none" else method, "outer_lr": lr, "outer_momentum": momentum}
-        )
     return made
 
 

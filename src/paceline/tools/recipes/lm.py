@@ -193,15 +193,17 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     """Train on this rank; the report is the same on every rank."""
     with set_seed(config.seed):
         net = GPT(corpus.tokenizer.size, config.context, config.width, config.layers, config.heads).to(world.device)
-    optimizer: torch.optim.Optimizer = optimizer_for(net, config.lr)
+    # Each host is an island, or each rank on a single host.
+    inside = world.local_size if world.local_size < world.size else 1
     if config.sync_every is None:
+        optimizer: torch.optim.Optimizer = optimizer_for(net, config.lr)
         model = DistributedDataParallel(net, virtual_ranks=config.virtual_ranks)
-    else:  # each host is an island, or each rank on a single host
-        inside = world.local_size if world.local_size < world.size else 1
+    else:
         mesh = init_device_mesh(world.device.type, (world.size // inside, inside), mesh_dim_names=("between", "inside"))
         model = DistributedDataParallel(net, device_mesh=mesh["inside"])
-        outer = torch.optim.SGD(net.parameters(), lr=1.0)  # momentum costs loss in short trainings
-        optimizer = DiLoCo(model, optimizer, outer, config.sync_every)
+        # An island's batch is smaller, which calls for a lower rate. Momentum costs loss in trainings this short.
+        inner = optimizer_for(net, config.lr * (inside / world.size) ** 0.5)
+        optimizer = DiLoCo(model, inner, torch.optim.SGD(net.parameters(), lr=1.0), config.sync_every)
     # A larger batch than in training, because no activations are kept.
     held_out = DataLoader(corpus.validation, batch_size=4 * config.batch_size // config.micro_batches)
     result = config.train(model, optimizer, loss, corpus.training, Evaluation(held_out, sums, ("loss",)))
