@@ -201,9 +201,9 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     else:
         mesh = init_device_mesh(world.device.type, (world.size // inside, inside), mesh_dim_names=("between", "inside"))
         model = DistributedDataParallel(net, device_mesh=mesh["inside"])
-        # An island's batch is smaller, which calls for a lower rate. Momentum costs loss in trainings this short.
+        # An island's batch is smaller, which calls for a lower rate. More momentum costs loss in trainings this short.
         inner = optimizer_for(net, config.lr * (inside / world.size) ** 0.5)
-        optimizer = DiLoCo(model, inner, torch.optim.SGD(net.parameters(), lr=1.0), config.sync_every)
+        optimizer = DiLoCo(model, inner, torch.optim.SGD(net.parameters(), 1.0, 0.3, nesterov=True), config.sync_every)
     # A larger batch than in training, because no activations are kept.
     held_out = DataLoader(corpus.validation, batch_size=4 * config.batch_size // config.micro_batches)
     result = config.train(model, optimizer, loss, corpus.training, Evaluation(held_out, sums, ("loss",)))
