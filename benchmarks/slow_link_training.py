@@ -117,7 +117,7 @@ def train(steps: int, config: LmConfig, diloco: dict[str, Any]) -> dict[str, flo
 
 @torch.no_grad()
 def held_out(net: nn.Module, windows: Dataset[Any], batch_size: int) -> float:
-    """Return the mean loss over the held-out text, of which each rank reads a share."""
+    """Return the mean loss over the held-out text; each rank reads a share of the text."""
     sums = torch.zeros(2, dtype=torch.float64, device="cpu")
     for batch in DataLoader(windows, 4 * batch_size):
         total, count = loss(net, batch)

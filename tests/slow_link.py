@@ -110,7 +110,7 @@ def tun(host: str) -> int:
 
 
 def relay(hosts: Sequence[str]) -> None:
-    """Forward packets until stdin closes. A line on stdin is the number of seconds for which to lose all packets."""
+    """Forward packets until stdin closes. A line on stdin says how many seconds to lose all packets."""
     os.setpriority(os.PRIO_PROCESS, 0, -20)  # because a link does not slow down when the hosts are busy
     orders = sys.stdin.fileno()
     ends = [tun(host) for host in hosts]

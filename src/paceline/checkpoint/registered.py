@@ -95,7 +95,7 @@ class Registered:
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
         """Return an entry for `object` and its current settings; `peers` are all registered objects."""
         _check_registrable(name, object, per_rank, peers)
-        per_rank = per_rank or isinstance(object, Sharded) or bool(getattr(object, "state_is_per_rank", False))
+        per_rank = per_rank or isinstance(object, Sharded | Replaceable)
         options = optimizer_states.remembered_options(inner) if (inner := optimizer_states.stepping(object)) else {}
         return cls(name, object, per_rank, peers, options)
 

@@ -93,7 +93,7 @@ class Boundary:
     @property
     def is_apart(self) -> bool:
         """Whether a registered optimizer has taken local steps since it last averaged."""
-        return any(getattr(entry.object, "is_apart", False) for entry in self._entries())
+        return any(optimizer.is_apart for optimizer in self._refresh_watched().local)
 
     def watch(self, entry: Registered) -> None:
         """Watch the steps of `entry` if it is an optimizer."""
@@ -253,6 +253,8 @@ class Watched:
         self.shared = [(Snapshotter(entry), entry.is_constant) for entry in entries if not entry.per_rank]
         self.accumulating = [entry.object for entry in entries if isinstance(entry.object, AveragingWrapper)]
         self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
+        self.local = [entry.object for entry in entries if hasattr(entry.object, "is_apart")]
+        """Optimizers with local steps."""
         self.parameters: list[torch.Tensor] = []
         """Parameters of modules and optimizers, some of them twice."""
         for entry in entries:

@@ -1,4 +1,4 @@
-"""Gradients as pieces of a flat tensor, in the shapes and strides of their parameters."""
+"""Tensors as pieces of a flat tensor: in memory order, with the strides of parameters, or in the order of indices."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
         views.append(shaped_like(parameter, piece))
         offset += parameter.numel()
     return views
+
+
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return contiguous views of `flat` in the shapes of `tensors`, which may differ in memory order between ranks."""
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:

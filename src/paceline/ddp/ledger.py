@@ -129,7 +129,7 @@ class Ledger:
             self._count_only([], 0)
 
     def stepped_locally(self) -> None:
-        """Record that an optimizer uses the local gradients of all backward passes so far."""
+        """Record that an optimizer uses the local gradients of all earlier backward passes."""
         if self.local_tasks:
             self.stepped_task = self.local_tasks[-1]
             del self.local_tasks[:-1]  # kept until the gradients are dropped, which a program may never do

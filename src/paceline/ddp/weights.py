@@ -433,7 +433,7 @@ def _is_mean(root: Tensor) -> bool:
             return True
         source = node.next_functions[0][0] if node.next_functions else None
         if name.startswith("MeanBackward") and math.prod(node._saved_self_sym_sizes) > 1:
-            # The mean over a list of losses, each of which may be a sum, causes no warning.
+            # A mean over a list of losses causes no warning, because each loss may be a sum.
             return source is None or not source.name().startswith(("StackBackward", "CatBackward"))
         if not name.startswith(("MeanBackward", *_SAME)):  # the mean of one number is that number
             return False

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from paceline.compression import low_precision
 from paceline.core import consensus
+from paceline.core.flat_views import split_like
 from paceline.core.missing_ranks import called_by_all, failed, named_ranks, reason_of
 from paceline.core.spans import OUTER_STEP, recorder
 from paceline.core.unwrapping import unwrap
@@ -214,8 +215,8 @@ def _flattened(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
 
 
 def _write(flat: Tensor, parts: Sequence[Tensor]) -> None:
-    for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(values.view(part.shape))
+    for part, values in zip(parts, split_like(flat, parts), strict=True):
+        part.copy_(values)
 
 
 def _check_settings(reports: Sequence[Mapping[str, Any]]) -> None:
@@ -243,8 +244,8 @@ def _islands(reports: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         raise UsageError(f"the islands {islands} have different sizes; give each island the same number of ranks")
     if len(islands) == 1 and len(reports) > 1:
         raise UsageError(
-            f"the model averages over all {len(reports)} ranks in every step, so there is no other island to average "
-            "with; wrap the model over an island, DistributedDataParallel(net, device_mesh=mesh['inside']), or pass "
+            f"the model averages over all {len(reports)} ranks in every step, which leaves no ranks for another "
+            "island; wrap the model over an island, DistributedDataParallel(net, device_mesh=mesh['inside']), or pass "
             "the plain module to make each rank an island"
         )
     return islands

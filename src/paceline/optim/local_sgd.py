@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.core.flat_views import split_like
 from paceline.core.torch_distributed import is_sharded
 from paceline.core.torch_internals import never_compiled
 from paceline.core.unwrapping import plain_name, unwrap
@@ -31,8 +32,6 @@ _CANNOT_BE_INNER = {"ShardedOptimizer", "ZeroRedundancyOptimizer", "PostLocalSGD
 class IslandOptimizer(Optimizer):
     """Base of LocalSGD and DiLoCo: takes inner steps, and exchanges one fragment after another."""
 
-    state_is_per_rank = True
-    """Whether a Checkpointer saves the state of each rank."""
     _step_supports_amp_scaling = True  # so that a GradScaler calls step() even if this island skips an inner step
 
     def __init__(
@@ -45,9 +44,7 @@ class IslandOptimizer(Optimizer):
     ) -> None:
         kind = type(self).__name__
         self._parameters = _validate(kind, model, inner, settings, on_lost_island, timeout)
-        self._is_made = False
         super().__init__(inner.param_groups, inner.defaults)
-        self._is_made = True
         self._model, self._inner = model, inner
         self._link()
         self._settings, self._delay = {"inner": type(inner).__name__, **settings}, int(settings["delay"])
@@ -84,6 +81,18 @@ class IslandOptimizer(Optimizer):
         if self._aside:
             raise UsageError(f"{call} was called inside outer_weights(), which would lose its result; leave the block")
 
+    @contextmanager
+    def _stepping(self, call: str) -> Iterator[None]:
+        """Let the inner and the outer optimizer step in the block; after a resume, first send the message again."""
+        self._check_local(call)
+        if self._message is not None and self._message.work is None:
+            self.islands.send(self._message)
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
     @property
     def is_apart(self) -> bool:
         """Whether the island has taken inner steps since the last outer step."""
@@ -96,11 +105,7 @@ class IslandOptimizer(Optimizer):
         Raises:
             CommunicationError: if another island does not answer within the timeout. The message names the island.
         """
-        self._check_local("step()")
-        if self._message is not None and self._message.work is None:
-            self.islands.send(self._message)  # after a resume
-        self._is_stepping = True
-        try:
+        with self._stepping("step()"):
             loss = self._inner_step(closure)
             self._steps, self._local = self._steps + 1, self._local + 1
             with torch.no_grad():
@@ -108,8 +113,6 @@ class IslandOptimizer(Optimizer):
                     self._send()
                 if self._local == self._interval:
                     self._receive()
-        finally:
-            self._is_stepping = False
         return loss
 
     def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -134,26 +137,20 @@ class IslandOptimizer(Optimizer):
         Raises:
             CommunicationError: if another island does not answer within the timeout. The message names the island.
         """
-        self._check_local("sync()")
-        if self._synced_at != self._steps:
-            self._sync_parameters()
+        with self._stepping("sync()"):
+            if self._synced_at != self._steps:
+                self._sync_parameters()
         self.islands.mean_of([buffer for buffer in unwrap(self._model).buffers() if buffer.is_floating_point()])
 
     def _sync_parameters(self) -> None:
-        self._is_stepping = True
-        try:
-            if self._message is not None:
-                if self._message.work is None:
-                    self.islands.send(self._message)
+        if self._message is not None:
+            self._receive()
+        for _ in self._fragments:
+            if self._received_at[self._rounds % len(self._fragments)] < self._steps:
+                self._send()
                 self._receive()
-            for _ in self._fragments:
-                if self._received_at[self._rounds % len(self._fragments)] < self._steps:
-                    self._send()
-                    self._receive()
-                else:
-                    self._rounds += 1
-        finally:
-            self._is_stepping = False
+            else:
+                self._rounds += 1
         self.use_outer_weights()
         self._local, self._synced_at = 0, self._steps
 
@@ -176,7 +173,7 @@ class IslandOptimizer(Optimizer):
         fragment = self._fragments[number]
         count, like = sum(parameter.numel() for parameter in fragment), fragment[0]
         mean = self.islands.receive(self._message, count, _wide(fragment), like.device)
-        self._apply(fragment, _views(mean, fragment))
+        self._apply(fragment, split_like(mean, fragment))
         self._message, self._local, self._rounds = None, 0, self._rounds + 1
         self._received_at[number] = self._steps
 
@@ -199,7 +196,7 @@ class IslandOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse new parameters, because the fragments are fixed when the optimizer is created."""
-        if self._is_made:
+        if hasattr(self, "islands"):  # not yet when the constructor calls this
             raise UsageError(
                 f"parameters cannot be added to a {type(self).__name__}; add the group to the inner optimizer before "
                 f"creating the {type(self).__name__}"
@@ -330,8 +327,8 @@ class DiLoCo(IslandOptimizer):
         inner: an optimizer of all parameters of the model.
         outer: a new optimizer of the same parameters.
         sync_every: H, the number of inner steps between outer steps of the same parameter.
-        fragments: number of parts of about equal size, one of which takes its outer step every
-            ``sync_every / fragments`` inner steps.
+        fragments: number of parts of about equal size. They take outer steps in turn, every ``sync_every / fragments``
+            inner steps.
         delay: number of inner steps that overlap with the exchange of a fragment; less than
             ``sync_every / fragments``.
         alpha: weight of the local parameters in the merge with the result of the outer step; 0 drops them.
@@ -380,7 +377,7 @@ class DiLoCo(IslandOptimizer):
     def _numbers(self, fragment: list[nn.Parameter]) -> Tensor:
         # Cast to the parameters' dtype first, so that the change of an unchanged parameter is zero.
         changes = _flat([self._outer_weights[parameter].to(parameter.dtype) for parameter in fragment], _wide(fragment))
-        for change, parameter in zip(_views(changes, fragment), fragment, strict=True):
+        for change, parameter in zip(split_like(changes, fragment), fragment, strict=True):
             change.sub_(parameter)
         return changes
 
@@ -403,18 +400,19 @@ class DiLoCo(IslandOptimizer):
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
         """Use the outer weights, which are equal on all islands, inside the block, for example in an evaluation."""
-        is_outermost = not self._aside
-        self._aside = self._aside or {parameter: parameter.data for parameter in self._outer_weights}
+        if self._aside:  # in another such block
+            yield
+            return
+        self._aside = {parameter: parameter.data for parameter in self._outer_weights}
         # Through .data, because a copy would count as a change of the parameters since the last step.
         for parameter, weights in self._outer_weights.items():
             parameter.data = weights.to(parameter.dtype)
         try:
             yield
         finally:
-            if is_outermost:
-                for parameter, values in self._aside.items():
-                    parameter.data = values
-                self._aside = {}
+            for parameter, values in self._aside.items():
+                parameter.data = values
+            self._aside = {}
 
     def _outer_state(self) -> Any:
         return {"weights": list(self._outer_weights.values()), "optimizer": self._outer.state_dict()}
@@ -433,15 +431,9 @@ def _wide(tensors: list[Any]) -> torch.dtype:
 def _flat(tensors: list[Any], dtype: torch.dtype) -> Tensor:
     """Return a flat copy of `tensors`."""
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
-    for view, tensor in zip(_views(flat, tensors), tensors, strict=True):
+    for view, tensor in zip(split_like(flat, tensors), tensors, strict=True):
         view.copy_(tensor)
     return flat
-
-
-def _views(flat: Tensor, tensors: list[Any]) -> list[Tensor]:
-    # Not in memory order, which can differ between ranks and change (channels-last).
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def _cut(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:

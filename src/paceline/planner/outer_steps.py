@@ -39,8 +39,8 @@ class OuterSteps:
     sync_every: int
     rows: Sequence[OuterRow]
     cheap_from: float | None
-    """Lowest speed between hosts, in bytes per second, at which averaging in every step is cheap on the last row's
-    devices; None if there is none. The latency stays the same."""
+    """Speed between hosts, in bytes per second, that makes averaging in every step cheap on the last row's devices; the
+    lowest of :data:`SPEEDS`, with the same latency. None if all are slower than needed."""
 
 
 def outer_steps(job: Job, counts: Sequence[int], sync_every: int) -> OuterSteps:

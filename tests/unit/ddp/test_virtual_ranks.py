@@ -282,7 +282,7 @@ def test_weights_have_the_same_bits_on_1_2_and_4_ranks(pools: Pools, run: Any, k
 
 
 def buffers_after_a_step(world: World, kind: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the buffers after a step, and those of a plain module after a forward pass of the first slice."""
+    """Return the buffers after a step, and a plain module's buffers after a forward pass of the first slice."""
     module, plain = network(kind), network(kind)
     model = DistributedDataParallel(module, virtual_ranks=COUNT)
     for x, y in accumulate(model, DataLoader(rows(), ROWS_OF_A_BATCH)):

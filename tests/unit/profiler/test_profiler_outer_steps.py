@@ -21,7 +21,7 @@ from ranks import Pools
 
 
 def outer_step(every: int, seconds: float, late: float = 0.0) -> Timing:
-    """Return steps of 38.5 ms, and every so many steps an outer step, for which rank 1 is `late`."""
+    """Return steps of 38.5 ms, with outer steps at regular intervals; rank 1 arrives `late` at each outer step."""
 
     def timing(rank: int, step: int) -> dict[str, float]:
         is_outer = (step + 1) % every == 0

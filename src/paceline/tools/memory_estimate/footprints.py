@@ -34,7 +34,7 @@ DEFAULT_MOMENTUM = 0.9
 TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
 DEVICES = ("cpu", "cuda")
 STEPS = 4
-"""Number of steps, as in the measured runs. The heap still grows after the first ones."""
+"""Number of steps of a simulation and of a measured run. The heap still grows after the first steps."""
 Part = tuple[nn.Parameter, tuple[int, ...]]
 """A trained parameter, and the shape of the part of it that a rank updates."""
 
